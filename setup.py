@@ -34,7 +34,7 @@ note_on, digest = built["note_on"], built["digest"]
 VARIANTS = {
     "release": ["-O3", "-DNDEBUG"],
     "debug": ["-O0", "-g"],
-    # -g1: lines are what a report needs; torch's headers with -g compile twice as long
+    # -g1: reports only need lines; with -g, torch's headers take twice as long to compile
     "sanitize": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
 # Same bits on every machine: the compiler may vectorise, but not fuse a multiply with an add that
@@ -62,17 +62,17 @@ def find_torch():
 
 
 def up_to_date(target, record, words, inputs):
-    """Was `target` made by the command `words`, as `record` has it, after all inputs changed?"""
+    """Was `target` made by the command `words`, which `record` has, after all inputs changed?"""
     try:
         newest = max(map(os.path.getmtime, inputs))
         return record.read_text() == words and newest < target.stat().st_mtime
-    except FileNotFoundError:  # never made, or an input is gone
+    except FileNotFoundError:  # never made, or an input is missing
         return False
 
 
 def make(target, command, inputs=(), place=""):
     """Makes `target` by `command` (without -o), of inputs and those that its compiler lists in a .d
-    file, unless it is up to date. place: where it stands among all targets, as "[3/9] ". Raises
+    file, unless it is up to date. place: its position among all targets, as "[3/9] ". Raises
     CompileError."""
     words, record = shlex.join([*command, "-o", str(target)]), Path(f"{target}.cmd")
     listed = target.with_suffix(".d")
@@ -102,8 +102,8 @@ def recipes(torch, flags, env):
 
 
 class BuildCore(build_ext):
-    """Beside the extension stands what zshard/_build_check.py compares: the version of torch, and
-    in place the digest of the sources, too."""
+    """A file next to the extension has the values that zshard/_build_check.py compares: the version
+    of torch, and in place also the digest of the sources."""
 
     def run(self):
         super().run()

@@ -3,11 +3,12 @@
     python -m benchmarks.collectives [--ranks 2 4] [--mib 0.0625 1 16 64 256] [--rounds 12]
 
 Over shm an all-gather moves no bytes: `unshard` only grants access to the peers' memory. So reading
-is measured, too: `copy` copies the full buffer out of the mapping, `memcpy` as many bytes within
-one process. For the reduction, `copy` moves the bytes that it has to fetch, without summing them.
+is measured as well: `copy` copies the full buffer out of the mapping, `memcpy` the same number of
+bytes within one process. For the reduction, `copy` moves the bytes that it has to fetch, without
+summing them.
 
-Before each operation the owner rewrites what its peers will read, followed by a barrier; neither is
-timed. A sample is the mean of several operations on the slowest rank.
+Before each operation the owner rewrites the memory that its peers will read, followed by a barrier;
+neither is timed. A sample is the mean of several operations on the slowest rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks import harness
 from benchmarks.harness import Turn
 
 MODULE = "benchmarks.collectives"
-# What shm is made of: libc only. comm_dry.c names all transports.
+# The sources of shm, which need only libc. comm_dry.c names all transports.
 SOURCES = ["base/*.c", "comm/*.c", "comm/shm/*.c", "device/device.c", "device/*_cpu.c"]
 FLAGS = "-std=c11 -Wall -Werror -O3 -DNDEBUG -fno-math-errno -ffp-contract=off -pthread"
 
@@ -159,7 +160,7 @@ def gloo_turn(driver: Driver, what: str, nbytes: int, dtype: torch.dtype) -> Cal
 
 
 def repeated(run: Callable[[int], float]) -> Turn:
-    """Return a turn of as many operations as fit into SAMPLE; the same number on all ranks."""
+    """Return a turn of all the operations that fit into SAMPLE; the same number on all ranks."""
     start = time.perf_counter()
     run(2)  # the first touch of memory, and gloo's first connection
     run(2)

@@ -1,7 +1,7 @@
 /* collectives_driver.c - the shm transport for collectives.py, by ctypes: one call runs one operation many times.
  *
- * What is timed is what a training step does, with what lies before it left out: the memory that the peers
- * read has just been written by its owner (so it is in that core's cache, or in none), and all ranks start together.
+ * The timed part is that of a training step, without the work before it: the memory that the peers read has just been
+ * written by its owner (so it is in that core's cache, or in none), and all ranks start together.
  */
 #define _GNU_SOURCE 1
 #include <stdlib.h>
@@ -14,7 +14,7 @@
 typedef struct bench {
     zs_comm *comm;
     zs_flat_mem flat; /* `bytes` as a full buffer */
-    zs_bucket bucket; /* likewise */
+    zs_bucket bucket; /* `bytes` of gradients */
     zs_cunit *cunit;
     zs_reader *reader;
     zs_mem *private_full, *other_full; /* `bytes` each */
@@ -48,7 +48,7 @@ static zs_status unshard(bench *b)
     return zs_comm_read_end(b->comm, b->reader, ZS_PHASE_FORWARD);
 }
 
-/* What a transport that copies would have to do: the full buffer, out of all ranks' memory. */
+/* The work of a transport that copies: the full buffer, out of all ranks' memory. */
 static zs_status copy_mapped(bench *b)
 {
     memcpy(b->private_full->ptr, b->flat.full, b->bytes);
@@ -81,7 +81,7 @@ static zs_status reduce(bench *b)
     return zs_cunit_reusable(b->comm, b->cunit, ZS_WAIT, &ready);
 }
 
-/* What `reduce` must at least read and write, as copies: the own slice of each rank's memory. */
+/* The least reads and writes of `reduce`, as copies: the own shard of each rank's memory. */
 static zs_status copy_slices(bench *b)
 {
     size_t slice = b->flat.shard_bytes;
@@ -90,7 +90,7 @@ static zs_status copy_slices(bench *b)
     return ZS_OK;
 }
 
-/* What the owner does before: an optimizer's step, a backward. */
+/* The owner's work before: an optimizer's step, a backward. */
 static void write_shard(bench *b)
 {
     memset(b->flat.shard, 0, b->flat.shard_bytes);

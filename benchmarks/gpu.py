@@ -6,7 +6,7 @@
 
 Each cell (a model with a batch and a mode, or another part) runs in a fresh torchrun, so compiler
 caches and allocator state do not carry over. Results are written after each cell, so an interrupted
-run keeps what it has measured.
+run keeps its measurements.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def rendezvous(args: argparse.Namespace, number: int) -> list[str]:
-    """Return torchrun's flags for the hosts. Each cell has a port of its own: a host that is ahead
+    """Return torchrun's flags for the hosts. Each cell has its own port: a host that is ahead
     would otherwise find the last cell's."""
     if args.hosts == 1:
         return ["--standalone"]

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py beside steps: host time, AdamW, checkpoints, several GPUs.
+"""The parts of benchmarks/gpu.py other than steps: host time, AdamW, checkpoints, several GPUs.
 
 Each part takes its cell, a dict of plain values, and returns a title, and for each side its
 numbers.
@@ -67,7 +67,7 @@ def host(cell: Cell) -> Record:
 
 def saves(cell: Cell) -> Record:
     """Measure each library's checkpoints of one model, for one rank, on the disk of the system's
-    temporary folder, with fsync; and steps beside an asynchronous save."""
+    temporary folder, with fsync; and steps during an asynchronous save."""
     sides = {}
     for name, kind in ((OURS, Zshard), (PEER, Dcp)):
         with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
@@ -142,7 +142,7 @@ def bandwidth(cell: Cell) -> Record:
         with torch.no_grad():
             model(x)
         if isinstance(model, FSDPModule):
-            model.reshard()  # which a root does not by itself
+            model.reshard()  # which a root does not do by default
 
     def gather_and_reduce(model: nn.Module) -> None:
         model(x).backward()

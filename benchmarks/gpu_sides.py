@@ -118,7 +118,7 @@ class Masters(torch.optim.AdamW):
         self.low = list(module.parameters())
         self.masters = [nn.Parameter(param.detach()) for param in self.low]
         super().__init__(self.masters, lr=lr, fused=True)
-        module.bfloat16()  # the same parameter objects, with data of their own from now on
+        module.bfloat16()  # the same parameter objects, with their own data from now on
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

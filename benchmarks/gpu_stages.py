@@ -1,8 +1,9 @@
 """The stages of on_gpu.sh, the most valuable first, as such a machine is lent for minutes.
 
-A call begins with the first stage that has not passed at this commit. Tests run side by side where
-there are cores for it; what is timed runs alone. STATE, and on_gpu.tgz in OUT, have STAGE.log,
-STAGE.status and what each stage measured, and summary.md. This imports neither torch nor zshard.
+A call begins with the first stage that has not passed at this commit. Tests run in parallel if
+there are enough cores; timed stages run alone. STATE, and on_gpu.tgz in OUT, have STAGE.log,
+STAGE.status and the measurements of each stage, and summary.md. This imports neither torch nor
+zshard.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ COMMIT = subprocess.getoutput("git rev-parse HEAD 2>/dev/null || echo unknown")
 
 
 def command(name: str) -> list[str]:
-    """Return what a stage runs. Each of several hosts' stages has ports of HEAD of its own."""
+    """Return the commands of a stage. Each of several hosts' stages has its own ports of HEAD."""
     run, fakes = STAGES[name]
     if run.startswith("test"):
         file, _, which = run.partition(" ")
@@ -89,8 +90,8 @@ def has_passed(name: str) -> bool:
 
 
 def step(name: str) -> None:
-    """Run a stage for what is left of LIMIT. SIGINT has pytest and the benchmarks write what they
-    have, and end their ranks."""
+    """Run a stage for the rest of LIMIT. SIGINT makes pytest and the benchmarks write their results
+    so far, and end their ranks."""
     begin, left = time.monotonic(), LIMIT - int(time.monotonic() - BEGAN)
     print(f"== {name}: {' '.join(command(name))} ({left}s left)", flush=True)
     if DRY:
@@ -170,7 +171,7 @@ def ends_of(folder: Path, name: str) -> tuple[int, int, list[tuple[str, str]]]:
 
 
 def summary(folder: Path) -> str:
-    """Return what the stages have found so far, as Markdown."""
+    """Return the stages' results so far, as Markdown."""
     rows = ["| stage | result | passed | failed | skipped | seconds |\n|---|---|---|---|---|---|"]
     failures = ["| stage | what | call | words |\n|---|---|---|---|"]
     for name in STAGES:

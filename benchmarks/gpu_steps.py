@@ -48,8 +48,8 @@ def measure(cell: Mapping[str, Any]) -> Record:
 
 
 def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> Record:
-    """Measure the MiB of one side: in torch's allocator after each step and at the peak, what the
-    allocator has then reserved, calls of cudaMalloc and the like, and zshard's memory(). On a fake
+    """Measure the MiB of one side: in torch's allocator after each step and at the peak, its
+    reserved bytes at that time, calls of cudaMalloc and the like, and zshard's memory(). On a fake
     GPU only the last."""
     gpu_sides.forget()
     stats = {} if is_stand_in() else torch.cuda.memory_stats()
@@ -77,7 +77,7 @@ def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> Recor
         found["no cudaMalloc after step 2"] = len(set(map(str, counts[1:]))) == 1
     found["held is constant"] = len(set(held)) <= 1
     if name.startswith(OURS):
-        # Between passes a GPU lends what a step took to others: a step's peak is predicted.
+        # Between passes a GPU lends a step's memory to others: a step's peak is predicted.
         taken, predicted = (side.module.memory(what)["total"] for what in ("peak", "predicted"))
         found |= {"taken": taken / MIB, "prediction holds": taken == predicted}
     return found

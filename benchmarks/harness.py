@@ -46,7 +46,7 @@ GRACE = 20.0
 MIB = 2**20
 
 Numbers = dict[str, Any]
-"""What one side took in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
+"""One side's costs in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
 
 
 def under_torchrun() -> bool:
@@ -76,7 +76,7 @@ def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> i
 
 
 def start(main: Callable[[], int | None]) -> NoReturn:
-    """Exit with what a program's `main` returns, without a traceback on Ctrl-C."""
+    """Exit with the result of a program's `main`, without a traceback on Ctrl-C."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -90,8 +90,8 @@ def collect(
     env: Mapping[str, str] | None = None,
     hosts: Sequence[str] = ("--standalone",),
 ) -> Any:
-    """Run `module` on `ranks` ranks of a fresh torchrun; return what rank 0 wrote to --out, None
-    where rank 0 is on another host. Raises SystemExit with the command if it fails.
+    """Run `module` on `ranks` ranks of a fresh torchrun; return rank 0's output in --out, None if
+    rank 0 is on another host. Raises SystemExit with the command if it fails.
 
     task: keywords of the function that the module gives to run_task(). hosts: torchrun's flags that
     say which hosts there are.
@@ -161,7 +161,7 @@ def _die_with_parent() -> None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the minimum, the median, by which to compare, and the maximum."""
+    """Return the minimum, the median (for comparisons), and the maximum."""
     if not values:
         raise ValueError("no samples: a spread needs at least one")
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
@@ -202,7 +202,8 @@ Turn = Callable[[int], tuple[float, ...]]
 
 
 def interleave(turns: Mapping[str, Turn], rounds: int, warmup: int) -> dict[str, list[Sample]]:
-    """Run the sides in turn for `warmup` untimed and `rounds` timed rounds; numbers go on from 0.
+    """Run the sides in turn for `warmup` untimed and `rounds` timed rounds; numbers continue from
+    0.
 
     Collective. A turn starts with a barrier, the order rotates each round, garbage is collected
     between turns only, and times are the maximum over ranks.
@@ -362,7 +363,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def show(title: str, sides: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print what is known of each side: numbers as min/median/max, bytes in MiB, and no lists."""
+    """Print the facts of each side: numbers as min/median/max, bytes in MiB, and no lists."""
     flat = {name: dict(_flat(record)) for name, record in sides.items()}
     keys = list(dict.fromkeys(key for record in flat.values() for key in record))
     rows = [[name, *(record.get(key, "") for key in keys)] for name, record in flat.items()]

@@ -1,4 +1,4 @@
-"""Host time: what each library adds to a unit's forward and backward.
+"""Host time: each library's overhead in a unit's forward and backward.
 
     python -m benchmarks.host_time [--ranks 1 2] [--sides ddp fsdp2 ...] [--rounds 40]
 
@@ -93,7 +93,7 @@ def turn_of(
 
 
 def added(samples: Mapping[str, Sequence[Sample]], name: str, part: int) -> list[Sample]:
-    """Return what a side adds to a unit in each round, as samples in seconds."""
+    """Return a side's overhead per unit in each round, as samples in seconds."""
     return [
         Sample(((a.times[part] - b.times[part]) / TINY_BLOCKS,), max(a.foreign, b.foreign))
         for a, b in zip(samples[name], samples[PLAIN], strict=True)

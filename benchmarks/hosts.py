@@ -1,4 +1,4 @@
-"""Several hosts, made out of this machine: how far is each library from what the wire allows?
+"""Several hosts, made out of this machine: how far is each library from the limit of the wire?
 
     python -m benchmarks.hosts [--layouts 2x1 2x2 4x1] [--gbit 10 1] [--models gpt10m stack100]
     python -m benchmarks.hosts --sides ddp zshard-full_shard-auto zshard-full_shard-auto-keep_true
@@ -6,7 +6,7 @@
 Needs root (network namespaces); hosts_net.py makes the hosts, and nothing of them remains. A
 layout is hosts x ranks of each. Sides take turns in one process group, as in step_time.py; peak
 memory is measured with one side at a time. All hosts share this machine's cores: where a step is
-bound by computing, its time says nothing about hosts with cores of their own, so compare with DDP's
+bound by computing, its time says nothing about hosts with their own cores, so compare with DDP's
 of the same row, and bytes with the least that must travel.
 """
 
@@ -102,7 +102,7 @@ def least_bytes(side: str, model_bytes: int, hosts: int) -> int:
 def collect(
     hosts: Hosts, ranks: int, module: str, task: Mapping[str, Any], env: Mapping[str, str] = {}
 ) -> Any:
-    """Run `module` on all ranks of the hosts; return what rank 0 wrote to --out."""
+    """Run `module` on all ranks of the hosts; return rank 0's output in --out."""
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", module, "--task", json.dumps(task), f"--out={out}"]
@@ -138,7 +138,7 @@ def measure(model: str, names: Sequence[str], rounds: int, alone: str = "") -> d
 
 
 def of_hosts(mine: Any) -> list[list[Any]]:
-    """Return what the ranks of each host have. Collective."""
+    """Return the values of each host's ranks. Collective."""
     ranks, count = harness.of_all_ranks(mine), int(os.environ["LOCAL_WORLD_SIZE"])
     return [ranks[start : start + count] for start in range(0, len(ranks), count)]
 
@@ -161,9 +161,9 @@ def bytes_between(act: Callable[[], Any]) -> dict[str, list[int]]:
 
 def bytes_of_hosts(workload: Workload, name: str) -> dict[str, Any]:
     """Return the bytes of each host's ranks: "peak" and "held" with gradients after a few steps,
-    both beyond what a small model has left of the libraries, and "predicted" by zshard. Collective.
+    both beyond the libraries' memory after a small model, and "predicted" by zshard. Collective.
 
-    What zshard holds with gradients is all that it predicts; activations are in the peak alone.
+    zshard predicts only its memory with gradients; activations are in the peak alone.
     """
     build_side(name, WORKLOADS[memory.TINY]).step(WORKLOADS[memory.TINY].batch(harness.generator()))
     before = memory.settled()

@@ -3,8 +3,9 @@
 A host is a process, `cat` as number 1 of its namespaces of processes, mounts, names
 and network, that reads from a pipe of ours. Nothing of it has a name outside: neither the wire nor
 the namespaces can collide with those of another run. When the pipe closes, because the hosts are
-closed or because this process died of whatever, `cat` ends, and the kernel ends all of the host's
-processes and takes its namespaces and its end of the wire away. There are no leftovers to look for.
+closed or because this process died for any reason, `cat` ends, and the kernel ends all of the
+host's processes and takes its namespaces and its end of the wire away. There are no leftovers to
+look for.
 
 What makes ranks think that they are on another host: another boot id (a file bound over the
 kernel's), another host name, another namespace of processes, and no shared network.
@@ -48,7 +49,7 @@ LEAST_BURST = 70_000
 """Bytes: a packet before segmentation has up to 64 KiB, and must fit into the bucket of tokens."""
 
 QUEUE = "5ms"
-"""How long the queue before the wire may get. Longer packets are dropped, as a switch does."""
+"""Maximum length of the queue before the wire. Longer packets are dropped, as a switch does."""
 
 CONGESTION = "cubic"
 """Linux's default, set for the wire's route: the machine's own default may be another."""
@@ -115,21 +116,21 @@ class Host:
     def start(
         self, command: Sequence[str], env: Mapping[str, str], **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a process on this host, in a session of its own."""
+        """Start a process on this host, in its own session."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **env}
         return subprocess.Popen(
             self.entered(command), env=environment, text=True, start_new_session=True, **options
         )
 
     def within(self, function: Callable[[], Any]) -> Any:
-        """Return function(), called in a thread of this process that is on this host, as far as its
-        sockets, and files that it opens, are concerned."""
+        """Return function(), called in a thread of this process whose sockets and newly opened
+        files are on this host."""
         with ThreadPoolExecutor(1) as thread:
             thread.submit(_enter, self.pid).result()
             return thread.submit(function).result()
 
     def cut(self) -> None:
-        """Pull the plug: no packet leaves or reaches this host any more, and nobody is told."""
+        """Pull the plug: no packet leaves or reaches this host any more, without notice."""
         self.call("ip", "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
@@ -230,7 +231,7 @@ class Hosts:
         )
 
     def environment(self, store: Any, ranks_per_host: int) -> dict[str, str]:
-        """Return the variables, as torchrun's, that all ranks have alike."""
+        """Return the variables, as torchrun's, that are the same on all ranks."""
         return {
             "WORLD_SIZE": str(len(self.all) * ranks_per_host),
             "LOCAL_WORLD_SIZE": str(ranks_per_host),
@@ -258,7 +259,7 @@ def run_ranks(
         while any(codes := [child.poll() for child in running]) or None in codes:
             for rank, code in enumerate(codes):
                 if code:
-                    time.sleep(2.0)  # for what the others have to say
+                    time.sleep(2.0)  # for the others' errors
                     said = f"rank {rank} of {len(running)} ended with exit status {code}"
                     raise SystemExit(f"benchmark failed: {said}: {' '.join(command)}")
             time.sleep(0.05)

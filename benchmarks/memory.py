@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_installed(args.sides)
 
     def run_alone(model: str) -> dict[str, list[dict[str, int]]]:
-        """Return each rank's bytes of each side, in a process group of its own."""
+        """Return each rank's bytes of each side, in a separate process group."""
         return {
             side: harness.collect(MODULE, args.ranks, {"model": model, "name": side}, MALLOC)
             for side in args.sides
@@ -136,7 +136,7 @@ def trim() -> None:
 
 def settled() -> int:
     """Return this rank's PSS while all ranks are idle, once it has stopped changing on all of them:
-    what a deleted model had is released a moment later. Collective."""
+    a deleted model's memory is released a moment later. Collective."""
     gc.collect()
     trim()
     found, moved = 0, torch.ones(1)
@@ -177,8 +177,8 @@ def compare(model: str, ranks: int, cells: Cells, tiny: Cells) -> dict[str, Any]
 
 
 def ideal(model: str, ranks: int) -> dict[str, int]:
-    """Return the bytes of the fp32 parameters, and what a full shard with Adam holds at least:
-    parameters and two moments; at the peak gradients and two unsharded units, too."""
+    """Return the bytes of the fp32 parameters, and the least bytes of a full shard with Adam:
+    parameters and two moments; at the peak gradients and two unsharded units as well."""
     workload = WORKLOADS[model]
     with torch.device("meta"):
         module = workload.build()

@@ -1,4 +1,4 @@
-"""The optimizer's phase: zshard's steps, clipping and averages beside torch's and others'.
+"""The optimizer's phase: zshard's steps, clipping and averages, compared with torch's and others'.
 
     python -m benchmarks.optim [--cases adam ema] [--sizes rounds=15 elements=50000000]
     python -m benchmarks.optim --cases muon --hosts 2x2     # over 10 Gbit/s; as root, see hosts.py
@@ -121,7 +121,7 @@ TORCH = {
 
 
 def adam(threads: int = 1, elements: int = 50_000_000, rounds: int = 15) -> Record:
-    """A step, beside torch's, those in 8 bits of libraries that are installed, and a copy that
+    """A step, compared with torch's, with 8-bit steps of installed libraries, and with a copy that
     reads and writes 28 bytes an element, as AdamW does in float32. Sides share parameters."""
     params = {dtype: param_of(elements, dtype) for dtype in (F32, BF16)}
     made = {name: make([params[dtype]]) for name, (make, dtype) in WAYS.items()}
@@ -169,7 +169,7 @@ def ema(elements: int = 50_000_000, layers: int = 200, rounds: int = 15) -> Reco
 
 def clipping(layers: int = 5, width: int = 2048, rounds: int = 15) -> Record:
     """unscale_, clip_grad_norm_ and step together: "clip" and "scale" in the step's own pass, where
-    "apart" has second names for gradients, so that they need passes of their own. Bytes are what
+    "apart" has second names for gradients, so that they need their own passes. Bytes are what
     zshard's loops read and write; torch's product in "apart" is not counted, 8 an element."""
     moved: dict[str, float] = {}
 
@@ -282,7 +282,7 @@ def products(height: int = 768, width: int = 3072, rounds: int = 3) -> Record:
 
 
 def norms(layers: int = 4, width: int = 256, steps: int = 20, max_norm: float = 0.5) -> Record:
-    """How far each library's norm for clipping is from the exact one: that of the side's own full
+    """The error of each library's norm for clipping: the exact norm is that of the side's own full
     gradients in float64. Errors are in units in the last place, 24 bits. All sides train the same
     GPT with AdamW in float32."""
 
@@ -338,7 +338,7 @@ CASES: dict[str, tuple[Callable[..., Record], int, dict[str, Any]]] = {
     "muon": (muon, 0, {"layers": 2, "width": 64, "rounds": 2}),
     "products": (products, 1, {"height": 128, "width": 256}),
 }
-"""What measures, on how many ranks (0: --ranks), and the sizes of --quick; other sizes are the
+"""The function, its ranks (0: --ranks), and the sizes of --quick; other sizes are the
 function's defaults."""
 USUAL = ["adam", "clipping", "ema", "shards", "kept-step"]
 
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(name: str, args: argparse.Namespace) -> Any:
-    """Measure a case on ranks of its own."""
+    """Measure a case on its own ranks."""
     function, ranks, quick = CASES[name]
     defaults = inspect.signature(function).parameters
     asked = dict(each.split("=") for each in args.sizes)

@@ -1,16 +1,16 @@
-"""Predictions beside what was measured: memory on this machine, and runs that others published.
+"""Predictions compared with measurements: memory on this machine, and runs that others published.
 
     python -m benchmarks.predictions [--cells gpt85m bert:c10d ...]
     python -m benchmarks.predictions --peaks FILE ...      # results of benchmarks.memory
     python -m benchmarks.predictions --runs RUNS.csv > docs/planner_accuracy.md
 
-Without a file: memory("predicted") beside the growth of a rank's memory from before the model is
-built until after some steps, with the gradients still allocated: zshard keeps its memory between
-steps, all else is free by then. An earlier model has warmed up the libraries and the transport.
---peaks: the planner's peak beside a measured one, activations included.
---runs: rows of a CSV file with the columns of COLUMNS, which is not part of the repository. A row
-without what the prediction needs is left out with that reason; its results are never used to guess.
-Other software than torch's FSDP or DeepSpeed is listed apart.
+Without a file: memory("predicted") is compared with the growth of a rank's memory from before the
+model is built until after some steps, with the gradients still allocated: zshard keeps its memory
+between steps, all else is free by then. An earlier model has warmed up the libraries and the
+transport. --peaks: the planner's peak and a measured one, activations included. --runs: rows of
+a CSV file with the columns of COLUMNS, which is not part of the repository. A row that lacks input
+of the prediction is left out with that reason; its results are never used to guess. Other software
+than torch's FSDP or DeepSpeed is listed apart.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def compared(predicted: float, measured: float) -> dict[str, Any]:
     return {**sizes, "error": error, "verdict": harness.verdict(round(abs(error), 4), TARGET)}
 
 
-# --- memory() beside this machine -----------------------------------------------------------------
+# --- memory() and this machine --------------------------------------------------------------------
 
 
 def measure(cell: str) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def warm_up(transport: str) -> None:
         optimizer.step()
 
 
-# --- the planner beside benchmarks.memory ---------------------------------------------------------
+# --- the planner and benchmarks.memory ------------------------------------------------------------
 
 TRANSPORTS = {"zshard-full_shard": "shm", "zshard-full_shard-c10d": "c10d"}
 
@@ -155,7 +155,7 @@ def planned_peak(name: str, transport: str, ranks: int) -> int:
     return planned.memory["total"]
 
 
-# --- the planner beside published runs ------------------------------------------------------------
+# --- the planner and published runs ---------------------------------------------------------------
 
 Row = Mapping[str, str]
 
@@ -206,12 +206,12 @@ class Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative: 0.1 if the prediction is 10 % higher than what was published."""
+        """Relative: 0.1 if the prediction is 10 % higher than the published value."""
         return self.predicted / self.published - 1
 
 
 def compare(rows: Iterable[Row]) -> tuple[list[Compared], list[tuple[str, str]]]:
-    """Predict what the rows published; return the comparisons, and the rows left out."""
+    """Predict the rows' published values; return the comparisons, and the rows left out."""
     found: list[Compared] = []
     left: list[tuple[str, str]] = []
     for row in rows:
@@ -306,7 +306,7 @@ CHECKPOINTING = {
 
 
 def way_of(row: Row) -> Way:
-    """Return what the run chose."""
+    """Return the run's choice."""
     split = re.search(r"\b(TP|PP|CP|EP)\s?\d|async TP|\bTP\b|3D", row["strategy"] + row["software"])
     ckpt, precision = re.sub("^none.*", "none", row["act_ckpt"]), row["precision"].lower()
     if split:
@@ -334,7 +334,7 @@ STRATEGIES = {
     **{"hsdp|hybrid": "hybrid_shard", "grad_op|zero-2": "shard_grad_op", "ddp|^none$": "no_shard"},
     **{"zero-1": "zero1", "full|fsdp|zero-3": "full_shard"},
 }
-"""What a row says -> strategy; the first one counts."""
+"""A pattern for a row's value -> strategy; the first match counts."""
 
 
 def strategy_of_row(row: Row) -> tuple[str, int]:

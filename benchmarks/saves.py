@@ -6,8 +6,8 @@
   disk once its pages are dropped. They take turns in one process group; each load is verified.
 - beside: ten steps without a save, with one, or with one at each step, until the last has finished.
 - wrap: the seconds of FSDP(model), fully_shard and DDP, for a GPT and for chains of small units.
-- set-up, loading: each side in a fresh process group: how much memory does a rank need beyond what
-  it keeps? Loads read a safetensors file that stays in the page cache.
+- set-up, loading: each side in a fresh process group: how much memory does a rank need beyond the
+memory that it keeps? Loads read a safetensors file that stays in the page cache.
 - offload: the model in memory, the same on disk under a memory limit, and a program that only moves
   the bytes of such a step with O_DIRECT (raw): its ratio is zshard's fraction of the disk's speed.
 """
@@ -47,7 +47,7 @@ from benchmarks.sides import SEED, build_side
 
 
 def ended() -> None:
-    """What waits for a save that is complete when it returns."""
+    """Waits for nothing: the save is complete when it returns."""
 
 
 class Saver:
@@ -281,7 +281,7 @@ PARTS = {each.__name__: each for each in (checkpoint, beside, wrapped, alone, of
 class Case(NamedTuple):
     part: str
     together: bool
-    """Whether all sides and rounds are in one process group, or each is in its own."""
+    """True: all sides and rounds in one process group; False: each in its own."""
     sides: Iterable[str]
     models: list[str]
     quick_models: list[str]

@@ -168,7 +168,7 @@ def _deepspeed(stage: int, sized: bool = True) -> Factory:
             limits["stage3_max_live_parameters"] = 2 * unit
             limits["stage3_max_reuse_distance"] = 0
         config = {
-            "gradient_clipping": 0.0,  # the default, 1.0, would not compute what the others do
+            "gradient_clipping": 0.0,  # the default, 1.0, would not compute the same as the others
             "train_micro_batch_size_per_gpu": 1,  # required, and used for its logs only
             "steps_per_print": 2**31,
             "zero_optimization": {"stage": stage, **(limits if sized else {})},

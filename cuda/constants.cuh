@@ -13,7 +13,7 @@ ZS_DEVICE double number_at(const void *from, bool wide)
     return wide ? *static_cast<const double *>(from) : static_cast<double>(*static_cast<const float *>(from));
 }
 
-/* What the user gave, as the rules want it. */
+/* The user's values in the form that the rules need. */
 ZS_DEVICE zs_hyper hyper_of(const zs_cuda_constants_args &args)
 {
     zs_hyper hyper = {};

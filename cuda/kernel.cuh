@@ -1,4 +1,4 @@
-/* kernel.cuh - what all kernels are made of: number types, packs of elements, and the walk over flat memory.
+/* kernel.cuh - building blocks of all kernels: number types, packs of elements, and the walk over flat memory.
  *
  * A kernel's body is written once, for N elements at a place; `over` runs it with N = a pack, which is 16 bytes of the
  * widest array, wherever all arrays are aligned together, and with N = 1 at the edges. So the threads of a warp access
@@ -67,22 +67,21 @@ template <class A, class B> constexpr int blocks_of()
     return A::BLOCKS < B::BLOCKS ? A::BLOCKS : B::BLOCKS;
 }
 
-/* --- packs
- * ------------------------------------------------------------------------------------------------------------------ */
+/* --- packs -------------------------------------------------------------------------------------------------------- */
 
 /* N elements next to one another, in registers. */
 template <class D, int N> struct Words {
     typename D::Word at[N];
 };
 
-/* Which way a load or store goes. */
+/* The cache policy of a load or store. */
 enum class By {
     CACHE,  // will be wanted again soon
     STREAM, // passes once: first to be evicted
     PEER,   // may have been written by another device or process: never out of this one's caches
 };
 
-/* What `BYTES` are accessed as. */
+/* The type that `BYTES` are accessed as. */
 template <int BYTES> struct Access;
 template <> struct Access<4> {
     using Type = unsigned;
@@ -110,7 +109,7 @@ template <By by, class Type> ZS_DEVICE Type load_one(const Type *from)
     return *from;
 }
 
-/* Elements [at, at + N) of `array`; N = 1, or what is aligned to its accesses. */
+/* Elements [at, at + N) of `array`; N = 1, or the access is aligned. */
 template <class D, int N, By by> ZS_DEVICE Words<D, N> load(const void *array, int64_t at)
 {
     Words<D, N> words;

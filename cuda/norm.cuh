@@ -14,13 +14,13 @@ ZS_DEVICE double fold(uint32_t kind, double total, double value)
     return total >= value || total != total ? total : value;
 }
 
-/* What counts of one element. */
+/* An element's contribution to the norm. */
 ZS_DEVICE double measure(uint32_t kind, double value)
 {
     return kind == ZS_CUDA_SQUARE ? value * value : fabs(value);
 }
 
-/* What this thread's elements come to. They follow from the length alone: packs are not cut to be aligned here. */
+/* The norm of this thread's elements. They follow from the length alone: packs are not cut to be aligned here. */
 template <class D> ZS_DEVICE void norm(const zs_cuda_norm_args &args)
 {
     const int64_t step = thread_count() * ZS_CUDA_NORM_PACK;

@@ -1,4 +1,4 @@
-/* pieces.cuh - which piece of a table of runs a block works on, and its threads' part of that.
+/* pieces.cuh - finds a block's piece of a table of runs, and its threads' part of that.
  */
 #ifndef ZS_PIECES_CUH
 #define ZS_PIECES_CUH

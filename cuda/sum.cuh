@@ -1,4 +1,4 @@
-/* sum.cuh - sums over ranks, from any dtype to any: zs_device_sum on the GPU, to the bit.
+/* sum.cuh - sums over ranks, from any dtype to any: bit-identical to the CPU's zs_device_sum.
  *
  * A thread reads the same pack of four sources before it adds any, so that enough loads are under way, and
  * adds them in rank order, so that every run and every transport gives the same bits.

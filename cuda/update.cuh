@@ -60,7 +60,7 @@ template <> ZS_DEVICE zs_bf16 put<Dithered>(float value, uint32_t noise)
     return zs_to_bf16_dithered(value, noise);
 }
 
-/* Gradient and noise: what all rules have in common. */
+/* Gradient and noise, which all rules need. */
 template <class D> struct Step {
     using Real = typename D::Real;
     const zs_cuda_update_args &args;

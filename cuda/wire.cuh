@@ -1,5 +1,5 @@
-/* wire.cuh - numbers to wire codes, with what codes have lost so far; the arithmetic is the CPU's (base/wire.h). Codes
- * to numbers are casts.
+/* wire.cuh - numbers to wire codes, with the codes' errors so far; the arithmetic is the CPU's (base/wire.h). Codes to
+ * numbers are casts.
  */
 #include "kernel.cuh"
 

@@ -1,4 +1,4 @@
-"""What the examples share: flags, ranks, wrapping, save and resume, the result and its picture.
+"""Shared by the examples: flags, ranks, wrapping, save and resume, the result and its picture.
 
     torchrun --standalone --nproc-per-node 2 examples/resnet.py --strategy full_shard
 
@@ -50,7 +50,7 @@ class Run:
         torch.manual_seed(args.seed)  # the same initial parameters on all ranks
 
     def wrap(self, model: nn.Module, *, unused: bool = False, units: Any = "auto") -> Any:
-        """Wrap the model as `--strategy` says. From here on each rank draws numbers of its own.
+        """Wrap the model as `--strategy` says. From here on each rank draws its own numbers.
 
         unused: parameters may stay unused in a forward, which DDP needs to know.
         units: zshard's `auto_wrap_policy`, such as the classes whose parameters are gathered apart.
@@ -126,7 +126,7 @@ class Run:
         """Report the mean of `mine` over ranks; exit with an error if it is not good enough.
 
         Good enough is farther from the trivial baseline (name, value) than `expected` is. A short
-        run is not judged. draw: draws what the model made into matplotlib's axes; None: nothing.
+        run is not judged. draw: draws the model's output into matplotlib's axes; None: nothing.
         """
         args, sides = self.args, gather_from_ranks((self.memory.mib - self.start_mib, self.losses))
         (value,) = mean_over_ranks([mine])
@@ -165,7 +165,7 @@ def line_of(numbers: dict[str, Any], judged: bool) -> str:
 
 
 def save_picture(path: Path, numbers: dict[str, Any], draw: Any) -> None:
-    """Draw rank 0's losses, and beside them what `draw` draws."""
+    """Draw rank 0's losses, and next to them the picture of `draw`."""
     pyplot = pyplot_for_files()
     if pyplot is None:
         sys.exit("--picture needs matplotlib: pip install matplotlib")

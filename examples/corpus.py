@@ -45,7 +45,7 @@ def source_files(root: Path | None = None) -> list[Path]:
 
 
 def is_held_out(name: Path) -> bool:
-    """Whether a file belongs to the held-out side: decided by its relative name alone."""
+    """Return whether a file belongs to the held-out side: decided by its relative name alone."""
     digest = hashlib.sha256(name.as_posix().encode()).digest()
     return digest[0] % HELD_OUT_SHARE == 0
 

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/deepspeech.py --strategy full_shard
 
-It hears one to four spoken numbers and writes them in letters. Speech is synthesised (speech.py):
+It transcribes one to four spoken numbers in letters. Speech is synthesised (speech.py):
 each letter by two tones, or words by espeak-ng with SPEECH=espeak-ng in the environment, which
-takes more steps than the default. Held-out speech has voices of its own.
+takes more steps than the default. Held-out speech has its own voices.
 """
 
 import common

@@ -4,10 +4,10 @@
     python examples/demo.py --long     # a larger model and 400 steps
     python examples/demo.py --quick    # a tiny model and a few steps: does everything run?
 
-zshard's run is measured once. At step `compared_steps` it records what the others,
-which stop there, are compared with: same seed, data, learning-rate schedule and number of ranks.
-Each run is a `torchrun` of train_gpt.py, one after another, and leaves a run.json. Its stderr goes
-to a file beside that; the end of it is shown if the run fails.
+zshard's run is measured once. At step `compared_steps` it records the values for the comparison
+with the others, which stop there: same seed, data, learning-rate schedule and number of ranks. Each
+run is a `torchrun` of train_gpt.py, one after another, and leaves a run.json. Its stderr goes to a
+file next to that; the end of it is shown if the run fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOP_SECONDS = 15.0
 
 
 class Plan(NamedTuple):
-    """What to run: train_gpt.py's flags for all runs, the steps, and the loss to reach."""
+    """A demo: train_gpt.py's flags for all runs, the steps, and the loss to reach."""
 
     flags: tuple[str, ...]
     steps: int
@@ -88,7 +88,7 @@ def run(plan: Plan, library: str, out: Path, *, main_run: bool) -> dict[str, Any
     command += [] if main_run else ["--brief", "--stop-after", str(plan.compared_steps)]
     errors = out / "stderr.log"
     with errors.open("wb") as stderr:
-        # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks.
+        # Its own session: Ctrl-C reaches this process alone, which then ends the ranks.
         child = subprocess.Popen(command, stderr=stderr, env=environment(), start_new_session=True)
         try:
             status = child.wait()

@@ -1,5 +1,5 @@
 """The number of ranks changes, the numbers do not: a classifier of digits with
-deterministic="any-world", which continues on as many ranks as there are.
+deterministic="any-world", which continues on any number of ranks.
 
     torchrun --standalone --nproc-per-node 3 examples/elastic.py --save elastic --until 40
     torchrun --standalone --nproc-per-node 2 examples/elastic.py --save elastic

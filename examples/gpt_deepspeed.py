@@ -1,5 +1,5 @@
-"""A byte-level GPT of Python's own sources, trained by a script for DeepSpeed, of which one line
-changed: `import zshard as deepspeed`.
+"""A byte-level GPT of Python's own sources, trained by a script for DeepSpeed with one changed
+line: `import zshard as deepspeed`.
 
     torchrun --standalone --nproc-per-node 2 examples/gpt_deepspeed.py
 
@@ -31,7 +31,7 @@ STAGES = {"no_shard": 0, "zero1": 1, "shard_grad_op": 2, "zero2": 2, "full_shard
 
 
 class OverDdp(nn.Module):
-    """What the engine does with this config, over torch's DDP. It saves nothing."""
+    """The engine's work with this config, over torch's DDP. It saves nothing."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def use_fsdp1(model: GPT, options: Options) -> Sharded:
 
 
 class Library(NamedTuple):
-    """How to wrap a model, and the library's strategies; the first is the default."""
+    """A function that wraps a model, and the library's strategies; the first is the default."""
 
     use: Callable[[GPT, Options], Sharded]
     strategies: tuple[str, ...]

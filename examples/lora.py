@@ -28,7 +28,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-EXPECTED = -0.3  # bits per held-out byte of the manual, beside those of the Llama without adapters
+EXPECTED = -0.3  # bits per held-out byte of the manual; the baseline is the Llama without adapters
 LENGTH = 64  # bytes of a sample
 BATCH = 8  # per rank
 RANK = 16  # of the adapters
@@ -50,7 +50,7 @@ def llama(quick: bool) -> LlamaForCausalLM:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Each byte is a token, though not of its own number."""
+    """Each byte is a token, though with another number."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

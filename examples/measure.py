@@ -29,7 +29,7 @@ class PeakMemory:
     """Sample this process's memory in a thread inside `with`; `mib` is the peak so far.
 
     PSS on Linux; elsewhere the kernel's high-water mark of RSS since the process started.
-    files: count what is mapped from files too, such as the libraries' code.
+    files: also count memory mapped from files, such as the libraries' code.
     """
 
     def __init__(self, *, files: bool = True) -> None:
@@ -164,7 +164,7 @@ def save_curve(path: Path, title: str, losses: list[float], held_out: list[list[
 
 
 def save_comparison(path: Path, runs: dict[str, dict[str, Any]]) -> bool:
-    """Plot what each library's run.json holds: losses, and peak memory per rank at "compared".
+    """Plot each library's run.json: losses, and peak memory per rank at "compared".
 
     False if matplotlib is not installed.
     """

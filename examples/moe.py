@@ -49,7 +49,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts, each beside a shortcut."""
+    """Attention and experts, each with a shortcut."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/resnet.py --strategy full_shard
 
 BatchNorm normalises by the rank's own batch. Its running statistics are buffers: each forward takes
-rank 0's, as under DDP. SGD with momentum is DDP's to the last bit.
+rank 0's, as under DDP. SGD with momentum is DDP's bit for bit.
 """
 
 import common
@@ -17,7 +17,7 @@ SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut: (B, C, H, W) -> (B, D, H / stride, W / stride)."""
+    """Two convolutions with a shortcut: (B, C, H, W) -> (B, D, H / stride, W / stride)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class Report(Callback):
 def fit(
     run: common.Run, module: LightningModule, training: DataLoader, held_out: DataLoader
 ) -> float:
-    """Train as the flags say, and return the mean of what the module logs as "accuracy".
+    """Train as the flags say, and return the mean of the module's "accuracy" in the log.
 
     Lightning gives each rank its own batches of the loaders.
     """

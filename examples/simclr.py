@@ -54,7 +54,7 @@ def contrastive_loss(first: Tensor, second: Tensor) -> Tensor:
     """NT-Xent of two views, each (B, 64): this rank's rows against the rows of all ranks."""
     everyone = OfAllRanks.apply(torch.cat([first, second]))  # (world x 2B, 64)
     mine, size = torch.cat([first, second]), len(first)
-    here = 2 * size * dist.get_rank() + torch.arange(2 * size)  # where my rows stand
+    here = 2 * size * dist.get_rank() + torch.arange(2 * size)  # the index of my rows
     similar = mine @ everyone.T / TEMPERATURE
     similar = similar.scatter(1, here[:, None], float("-inf"))  # no row is its own negative
     return F.cross_entropy(similar, here.roll(size))  # the other view of each

@@ -1,7 +1,7 @@
 """Synthesised speech for deepspeech.py: spoken numbers, by tones or by espeak-ng.
 
 A voice has a pitch and a speed. Some voices speak only on the held-out side. With tones, each
-letter of a word sounds as two tones of its own, as the keys of a telephone do.
+letter of a word sounds as its own two tones, as the keys of a telephone do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Voice = tuple[int, int]
 
 
 def synthesizer() -> str:
-    """What speaks: tones, or espeak-ng where the environment says SPEECH=espeak-ng."""
+    """The speaker: tones, or espeak-ng if the environment has SPEECH=espeak-ng."""
     return "espeak-ng" if os.environ.get("SPEECH") == "espeak-ng" else "tones"
 
 

@@ -178,7 +178,7 @@ def describe(trainer: Trainer) -> str:
         f"corpus: Python's standard library, {train:.1f} MiB for training, {held_out:.1f} held out",
     ]
     summary = getattr(trainer.sharded.model, "summary", None)
-    if summary and args.compare_at is None:  # demo.py prints a table of its own
+    if summary and args.compare_at is None:  # demo.py prints its own table
         lines.append(summary())
     return "\n".join(lines)
 

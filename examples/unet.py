@@ -18,7 +18,8 @@ BATCH = 64  # images per rank
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut, told the noise level: (B, C, H, W) -> (B, D, H, W)."""
+    """Two convolutions with a shortcut, conditioned on the noise level: (B, C, H, W) -> (B, D, H,
+    W)."""
 
     def __init__(self, inputs: int, outputs: int, level: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Which cases run (sampling.py, shards.py), and fixtures for all tests: pools of ranks that live as long as
-the session (spawn.py), and one thread for torch."""
+"""Selection of cases (sampling.py, shards.py), and fixtures for all tests: pools of ranks that live
+as long as the session (spawn.py), and one thread for torch."""
 
 import gc
 import importlib.util
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    """Which build is tested, in place, installed or sanitized; and when all cases last ran."""
+    """The tested build, in place, installed or sanitized; and the last run of all cases."""
     spec = importlib.util.find_spec("zshard")
     origin = spec.origin if spec else "not importable; run `make test`"
     return [f"zshard: {origin}", f"cases: {shards.when_all_ran()}"]
@@ -60,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-k` and `-m` select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this run does not want, and skip what this machine cannot run."""
+    """Leave out cases that this run does not want, and skip those that this machine cannot run."""
     ended = shards.Shard(config.option.shard).ended() if config.option.shard else {}
     left = [
         item

@@ -14,7 +14,7 @@ from pathlib import Path
 from setuptools.errors import CompileError, SetupError
 
 SOURCE, FOLDER = Path("cuda", "kernels.cu"), Path("build", "cuda")
-# IEEE arithmetic as the C loops have it: no fused multiply-adds but those that are written out.
+# IEEE arithmetic as in the C loops: no fused multiply-adds but those that are written out.
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "--threads=0", "-Wno-deprecated-gpu-targets"]
 FLAGS += ["-Werror", "all-warnings"] * (os.environ.get("ZSHARD_WERROR") == "1")
 GPUS = ("80", "90", "100")  # compute capabilities; later ones run the PTX for the first
@@ -37,7 +37,7 @@ def find_nvcc():
 
 
 def said_by(*command):
-    """What a tool says about itself."""
+    """The output of a command."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("integrations", "extras")
-# The public names of what is in those folders: files of a few lines.
+# Modules with the public names of those folders: files of a few lines.
 UPPER = dict.fromkeys(
     ("compat", "deepspeed", "lightning", "accelerate", "transformers"), "integrations"
 )
@@ -91,7 +91,7 @@ def names_taken(texts: Mapping[str, str]) -> set[str]:
         if floor_of(module) == "core":
             continue
         tree = ast.parse(text)
-        modules: dict[str, str] = {}  # names in this file that stand for modules of the core
+        modules: dict[str, str] = {}  # names in this file that are modules of the core
         for name, path in _imports(tree):
             if _floor_of_import(path, texts) != "core":
                 continue
@@ -125,7 +125,7 @@ def _as_file(path: str, texts: Mapping[str, str]) -> str | None:
 
 
 def _floor_of_import(path: str, texts: Mapping[str, str]) -> str:
-    """Return the floor of what a dotted path names, through what zshard/__init__ passes on."""
+    """Return the floor of a dotted path, resolved through zshard/__init__."""
     parts = path.split(".")[1:]
     if parts and len(parts) == 1 and _as_file(path, texts) is None and "__init__" in texts:
         for name, origin in _imports(ast.parse(texts["__init__"])):

@@ -1,7 +1,7 @@
 """Runs clang-tidy on C files, on all cores: `python tools/tidy.py csrc/unit/unit_bind.c ...`.
 
 Clang reads a file with the flags that setup.py compiles it with, so no list of
-commands is kept. What is checked, and why other checks are not, says .clang-tidy.
+commands is kept. .clang-tidy lists the checks, and why others are off.
 """
 
 import os
@@ -21,14 +21,14 @@ PROGRESS = re.compile(r"\[\d+/\d+\] Processing|\d+ (warning|error)s? |Suppressed
 
 
 def compile_flags() -> list[str]:
-    """How setup.py compiles C."""
+    """setup.py's command to compile C."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
     flags = [*setup["C"], "-pthread", f"-iquote{ROOT / 'csrc'}"]
     return [*flags, "-isystem", sysconfig.get_path("include")]
 
 
 def check(files: list[str], flags: list[str]) -> str:
-    """What clang-tidy says about `files`; "" if nothing."""
+    """clang-tidy's complaints about `files`; "" if there are none."""
     command = [str(get_executable("clang-tidy")), "--quiet", *files, "--", *flags]
     done = subprocess.run(command, text=True, stdout=-1, stderr=subprocess.STDOUT, check=False)
     said = [line for line in done.stdout.splitlines() if not PROGRESS.match(line)]

@@ -1,4 +1,4 @@
-"""Which files and functions of zshard run in a call, and what an import loads.
+"""Lists the files and functions of zshard that run in a call, and the modules that an import loads.
 
     torchrun --standalone --nproc-per-node 2 tools/ways.py
 

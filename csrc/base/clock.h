@@ -10,7 +10,7 @@
 int64_t zs_clock_ns(void);
 double zs_clock(void);
 
-/* Makes a condition that waits on this clock. / The time in `seconds`, up to which it waits. */
+/* Makes a condition that waits on this clock. / The time in `seconds` from now, the deadline of a wait. */
 void zs_clock_condition(pthread_cond_t *made);
 struct timespec zs_clock_in(double seconds);
 

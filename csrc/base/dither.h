@@ -1,7 +1,7 @@
 /* dither.h - stochastic rounding to bfloat16: up or down at random, right on average.
  *
  * A bfloat16 has 8 significant bits. An update below half a unit in the last place is lost when it is rounded to
- * nearest, at every step anew; rounded at random, it moves the parameter once in a while, and by the right amount on
+ * nearest, at every step; rounded at random, it moves the parameter once in a while, and by the right amount on
  * average.
  *
  * An element's random bits are a function of the seed, the step and the element's number in the model, not of which
@@ -13,7 +13,7 @@
 
 #include "base/half.h"
 
-/* What is the same for the elements of one step whose numbers have the same upper half. */
+/* The random state shared by elements of one step whose numbers have the same upper half. */
 typedef struct zs_dither {
     uint32_t key[3];
 } zs_dither;

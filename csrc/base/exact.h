@@ -7,7 +7,7 @@
 
 enum {
     ZS_EXACT_BINS = 64,   /* each for 32 exponents */
-    ZS_EXACT_DIGITS = 68, /* of 32 bits: what all bins together need, and the carries of many ranks */
+    ZS_EXACT_DIGITS = 68, /* of 32 bits: room for all bins, and for the carries of many ranks */
     ZS_EXACT_NUMBERS = ZS_EXACT_DIGITS + 1,
 };
 
@@ -42,7 +42,7 @@ void zs_exact_join_halved(zs_exact *sum, const zs_exact *other, int halvings);
 /* The sum as numbers that ranks can add one by one without rounding. */
 void zs_exact_numbers(const zs_exact *sum, double numbers[ZS_EXACT_NUMBERS]);
 
-/* What such numbers stand for, those of several ranks added, rounded once. */
+/* Value of such numbers, which may be the sums of several ranks', rounded once. */
 double zs_exact_value(const double numbers[ZS_EXACT_NUMBERS]);
 
 #endif

@@ -28,7 +28,7 @@ struct zs_file {
     bool named;          /* it can be opened by that */
     zs_file_freed freed; /* called when a flat is freed, with `arg`; or NULL */
     void *arg;
-    bool kept;            /* regions that are freed keep what they hold */
+    bool kept;            /* freed regions keep their contents */
     bool common;          /* other processes grow it too */
     unsigned lifetime;    /* of the process that made it: a forked child must not punch holes */
     zs_refs refs;         /* the maker's and one per region */
@@ -38,11 +38,11 @@ struct zs_file {
     size_t n_slots, room;
 };
 
-/* Peers may read a flat for longer than this rank has it: its space goes with the file, when the last rank has
- * closed that. */
+/* Peers may read a flat for longer than this rank has it: its space is freed with the file, when the last rank has
+ * closed it. */
 enum { A_FLAT = -1, READ_BY_PEERS = -2 };
 
-/* What a region's zs_mem needs to give it back. */
+/* State that a region's zs_mem needs to free the region. */
 typedef struct region_owner {
     zs_file *file;
     uint64_t offset, bytes; /* of this rank's own region */
@@ -56,7 +56,7 @@ typedef struct region_owner {
 #define MFD_NOEXEC_SEAL 0x8U /* since Linux 6.3 */
 #endif
 
-/* Where vm.memfd_noexec is 2, only files that cannot be executed may be made; older kernels do not know the flag. */
+/* If vm.memfd_noexec is 2, all memory files must be non-executable; older kernels do not know the flag. */
 static int create_memory(const char *name)
 {
     unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
@@ -381,8 +381,8 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
                        out);
 }
 
-/* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as
- * large as that of whatever model was there before; a free slot costs nothing but its place in the file. */
+/* A free slot of exactly `bytes`, -1 if there is none. A larger one would work, but would make a unit's bucket as large
+ * as that of the model that was there before; a free slot only takes address space in the file. */
 static int64_t find_slot(const zs_file *file, uint64_t bytes)
 {
     for (size_t i = 0; i < file->n_slots; i++)

@@ -23,7 +23,7 @@ zs_status zs_file_memory(const char *name, size_t bytes, int *fd);
 /* New growing file. The handle is reference-counted by the regions in it. */
 zs_status zs_file_new(const char *name, zs_file **out);
 
-/* A handle of a file that zs_file_memory made and that other processes have too: whoever comes first makes it
+/* A handle of a file that zs_file_memory made and that other processes have too: the first to need more makes it
  * longer. Takes over `fd`, also if it fails. */
 zs_status zs_file_common(int fd, zs_file **out);
 
@@ -38,18 +38,17 @@ const char *zs_file_path(const zs_file *file);
 /* Unlinks the file: it disappears with its last user, however that process ends. */
 void zs_file_hide(zs_file *file);
 
-/* Is called under the file's lock when a flat is freed, on any thread; false: its pages are to be given back at
- * once. */
+/* Is called under the file's lock when a flat is freed, on any thread; false: its pages must be freed at once. */
 typedef bool (*zs_file_freed)(void *arg, uint64_t offset, uint64_t bytes);
 void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg);
 
 /* Does the region under `mem` lie in this file? */
 bool zs_file_holds(const zs_file *file, const zs_mem *mem);
 
-/* From now on, regions that are freed keep what they hold, for other processes that map them. */
+/* From now on, freed regions keep their contents, for other processes that map them. */
 void zs_file_keep(zs_file *file);
 
-/* Gives the maker's reference back; NULL allowed. The file lives on while regions do. */
+/* Drops the maker's reference; NULL allowed. The file lives on while regions do. */
 void zs_file_release(zs_file *file);
 
 /* The file's descriptor. Borrowed. */
@@ -70,34 +69,34 @@ static inline zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **ou
     return zs_file_map_flat(file, &fd, 1, bytes, out);
 }
 
-/* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead
- * of `world`. All ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */
+/* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead of
+ * `world`. All ranks make the same ones in the same order, and the first also makes the peers' regions. */
 zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_bytes, zs_mem **out);
 
 /* In this process, puts private memory of zeros in the place of a mapping that zs_file_map_common made for `rank`;
  * or (false) the file again. */
 zs_status zs_file_set_apart(zs_mem *mem, int rank, bool apart);
 
-/* Where regions of the file end / where the next one is to begin at the earliest. */
+/* The end of the file's regions / makes the next one begin no earlier than `end`. */
 uint64_t zs_file_end(zs_file *file);
 void zs_file_skip_to(zs_file *file, uint64_t end);
 
-/* Where in its file the region under `mem` lies that zs_file_map_flat, _common or _bucket made, as this rank's own. */
+/* Offset in its file of this rank's own region under `mem`, which zs_file_map_flat, _common or _bucket made. */
 uint64_t zs_file_offset_of(const zs_mem *mem);
 
 typedef struct zs_region {
     uint64_t index;  /* number in its file */
     uint64_t offset; /* constant for one index */
-    uint64_t bytes;  /* capacity, constant likewise */
+    uint64_t bytes;  /* capacity, also constant */
 } zs_region;
 
-/* What a region for a bucket of `bytes` holds: whole pages, huge ones where it is large. */
+/* Size of the region for a bucket of `bytes`: whole pages, huge ones if it is large. */
 size_t zs_file_bucket_room(size_t bytes);
 
 /* Region for a bucket of `bytes`, rounded up to pages, mapped: a free one of `file` of that size, else a new one. */
 zs_status zs_file_map_bucket(zs_file *file, size_t bytes, zs_region *region, zs_mem **out);
 
-/* Where the region `index` of map_bucket lies. */
+/* The place of region `index` of map_bucket. */
 zs_region zs_file_region(zs_file *file, uint64_t index);
 
 /* --- kept.c ------------------------------------------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-/* layout.h - where each parameter of a unit lies in its flat buffer, and which part of it each rank owns.
+/* layout.h - the place of each parameter of a unit in its flat buffer, and the part of it that each rank owns.
  *
  * Parameters lie one after another, each from a 64-byte boundary on (the math libraries pick other kernels
  * for other alignments, and then give other bits), and the whole is padded so that it cuts into `world` equal shards.
@@ -37,7 +37,7 @@ typedef struct zs_range {
 zs_status zs_layout_new(const int64_t *numels, int64_t n, size_t itemsize, int world, size_t shard_align,
                         zs_layout *out);
 
-/* Has a layout of small elements serve for larger ones as well: what is aligned for these is for those. */
+/* Aligns a layout of small elements for larger ones as well. */
 void zs_layout_widen(zs_layout *layout, size_t itemsize);
 
 /* Elements of the full buffer. */
@@ -46,10 +46,10 @@ int64_t zs_layout_full_numel(const zs_layout *layout);
 /* Frees what zs_layout_new made; a zeroed layout is allowed. */
 void zs_layout_free(zs_layout *layout);
 
-/* Which elements of parameter `i` (counted in the parameter) rank `rank` owns. */
+/* The elements of parameter `i` that `rank` owns, counted in the parameter. */
 zs_range zs_layout_owned(const zs_layout *layout, int64_t i, int rank);
 
-/* Where parameter `i` lies in the shard of `rank` (counted in the shard); same numel as zs_layout_owned. */
+/* The same elements, counted in the shard of `rank`. */
 zs_range zs_layout_in_shard(const zs_layout *layout, int64_t i, int rank);
 
 /* Bytes of one shard. */

@@ -1,4 +1,4 @@
-/* mappings.c - where this process has mapped files of memory. See file.h. */
+/* mappings.c - lists this process's mappings of memory files. See file.h. */
 #include "base/file.h"
 
 #include <pthread.h>

@@ -1,7 +1,7 @@
 /* memory.h - reference-counted blocks of bytes.
  *
- * Parameters, graph nodes and user-held views can outlive the model, so the bytes under them are owned
- * by counted references, never by a module. Whoever stores a pointer into a block keeps a reference to the block.
+ * Parameters, graph nodes and user-held views can outlive the model, so the bytes under them are owned by counted
+ * references, never by a module. Code that stores a pointer into a block keeps a reference to the block.
  */
 #ifndef ZS_MEMORY_H
 #define ZS_MEMORY_H
@@ -9,7 +9,7 @@
 #include "base/refs.h"
 #include "base/status.h"
 
-/* What a unit uses a block for. */
+/* A unit's use of a block. */
 typedef enum zs_mem_role { ZS_MEM_PLAIN, ZS_MEM_SHARD, ZS_MEM_GRAD_SHARD, ZS_MEM_LOCAL_GRAD } zs_mem_role;
 
 struct zs_device;
@@ -20,11 +20,11 @@ typedef struct zs_mem {
     zs_refs refs;                        /* counted references */
     void (*destroy)(struct zs_mem *mem); /* releases what lies behind; does not free the struct */
     void *owner;                         /* for destroy */
-    zs_mem_role role;                    /* what a unit uses it for, so that a tensor on it can be recognised */
+    zs_mem_role role;                    /* a unit's use of it, so that a tensor on it can be recognised */
     void *user;                          /* that unit; NULL once it is freed */
     const struct zs_device *device;      /* the device that computes with it; NULL: the CPU */
     bool on_host;                        /* (a GPU's) pinned memory of the host, which the GPU can reach */
-    float pending; /* not 0: what this block of float32 is yet to be multiplied by; see device/pending.h */
+    float pending;                       /* not 0: pending factor of this block of float32; see device/pending.h */
 } zs_mem;
 
 /* New block of `bytes` private zeroed memory (mmap, huge pages advised). Pages cost nothing until touched. */
@@ -46,18 +46,18 @@ long zs_mem_mappings(void);
 /* New block of `bytes` on the heap, not zeroed. */
 zs_status zs_mem_new_on_heap(size_t bytes, zs_mem **out);
 
-/* Reports `bytes` just freed on the heap, for example by torch. malloc keeps such memory, gigabytes of it where
- * a model's parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, if
- * there is any. */
+/* Reports `bytes` just freed on the heap, for example by torch. malloc keeps such memory, gigabytes of it while a
+ * model's parameters move to shards one by one; after every 32 MiB this asks it to return the memory to the system. 0:
+ * now, if there is any. */
 void zs_mem_heap_freed(size_t bytes);
 
-/* How many times this process is the outcome of a fork since the first call; differs between parent and child. */
+/* Number of forks that led to this process since the first call; differs between parent and child. */
 unsigned zs_lifetime(void);
 
 /* Adds a reference; returns `mem`. */
 zs_mem *zs_mem_retain(zs_mem *mem);
 
-/* Gives a reference back; NULL is allowed. Any thread. */
+/* Drops a reference; NULL is allowed. Any thread. */
 void zs_mem_release(zs_mem *mem);
 
 /* Bytes rounded up to a multiple of `align` (a power of two). */

@@ -3,13 +3,13 @@
 #ifndef ZS_PASSES_H
 #define ZS_PASSES_H
 
-/* Which pass of a model. */
+/* A pass of a model. */
 typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
 
-/* How long a call waits for its peers. (false and true mean the first two.) */
+/* A call's patience with its peers. (false and true mean the first two.) */
 typedef enum zs_wait {
     ZS_WAIT_NOT, /* only polls */
-    ZS_WAIT,     /* comes back with it, or with an error; ZS_ERR_DIVERGED where all ranks wait for each other */
+    ZS_WAIT,     /* returns the result or an error; ZS_ERR_DIVERGED if all ranks wait for each other */
     /* like ZS_WAIT, but where all ranks wait for each other it comes back without it: one that yields can take
      * another bucket and so let the others go on */
     ZS_WAIT_OR_YIELD,

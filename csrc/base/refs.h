@@ -1,14 +1,14 @@
 /* refs.h - counted references: each holder drops its own, and dropping the last one frees.
  *
- * Any thread may take or give back, without a lock, as long as it has one itself; what was written before a
- * reference was dropped is visible to the thread that frees.
+ * Any thread that holds one may take or drop references, without a lock; writes made before a reference was dropped are
+ * visible to the thread that frees.
  */
 #ifndef ZS_REFS_H
 #define ZS_REFS_H
 
 #include <stdbool.h>
 
-/* How many there are; touched by these functions alone. */
+/* The count; only these functions touch it. */
 typedef long zs_refs;
 
 /* Begins with the maker's. */
@@ -32,7 +32,7 @@ static inline bool zs_refs_take_if_any(zs_refs *refs)
     return false;
 }
 
-/* Gives one back; true: it was the last. */
+/* Drops one; true: it was the last. */
 static inline bool zs_refs_drop(zs_refs *refs)
 {
     return __atomic_sub_fetch(refs, 1, __ATOMIC_ACQ_REL) == 0;

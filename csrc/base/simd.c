@@ -17,7 +17,7 @@ static zs_isa isa_of_machine(void)
     return ZS_ISA_BASE;
 }
 
-/* What a variable allows of `best`: the set that it names, if that is a smaller one. */
+/* `best`, limited to the instruction set that a variable names, if that is a smaller one. */
 static zs_isa limited(const char *variable, const char *const names[ZS_ISA_COUNT], zs_isa best)
 {
     const char *wanted = getenv(variable);

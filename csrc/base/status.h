@@ -1,4 +1,4 @@
-/* status.h - how every part of the C core reports failure.
+/* status.h - failure reports of every part of the C core.
  *
  * A function that can fail returns a zs_status, and the first failure on a thread leaves a record (what,
  * where, native text) that later failures on the way up do not overwrite. Python exceptions are made from that record
@@ -19,7 +19,7 @@ typedef enum zs_status {
     ZS_ERR_UNSUPPORTED, /* a feature that is not there: NotImplementedError */
     ZS_ERR_MEMORY,      /* out of memory or address space: MemoryError */
     ZS_ERR_SYSTEM,      /* a system call failed: OSError */
-    ZS_ERR_SHARD,       /* what a shard does not allow: zshard.ShardError */
+    ZS_ERR_SHARD,       /* an operation that a shard does not allow: zshard.ShardError */
     ZS_ERR_PEER,        /* another rank died or left: zshard.PeerError */
     ZS_ERR_TIMEOUT,     /* another rank did not come in time: zshard.PeerTimeoutError */
     ZS_ERR_DIVERGED,    /* the ranks did different things: zshard.DivergenceError */
@@ -54,7 +54,7 @@ zs_status zs_last_status(void);
 /* The errno of the record, 0 if it was no system call. */
 int zs_last_errno(void);
 
-/* Forgets this thread's record; call before an operation whose failure is to be reported afresh. */
+/* Forgets this thread's record; call before an operation that must report its own failure. */
 void zs_clear_error(void);
 
 #define ZS_FAIL(status, ...) zs_fail((status), __VA_ARGS__)
@@ -79,7 +79,7 @@ void zs_clear_error(void);
         if ((status) == ZS_OK) (status) = (call); \
     } while (0)
 
-/* What is done in any case: makes `call`. The first failure stays in `status`. */
+/* Makes `call` in any case. The first failure stays in `status`. */
 #define ZS_ALSO(status, call)                              \
     do {                                                   \
         zs_status zs_also_status_ = (call);                \

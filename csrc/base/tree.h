@@ -1,4 +1,4 @@
-/* tree.h - in which order to add the gradients of a step's micro-batches, whatever the number of ranks.
+/* tree.h - the order of adding the gradients of a step's micro-batches, the same for any number of ranks.
  *
  * The micro-batches are the leaves of one binary tree: node (level, j) is the sum of leaves j << level to
  * (j + 1) << level, or to the last leaf. Each rank computes a run of neighboring leaves, adds them up to the largest

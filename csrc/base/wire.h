@@ -1,4 +1,4 @@
-/* wire.h - how numbers cross hosts. Compiled by gcc and by nvcc. */
+/* wire.h - codes of numbers that cross hosts. Compiled by gcc and by nvcc. */
 #ifndef ZS_WIRE_H
 #define ZS_WIRE_H
 
@@ -9,8 +9,7 @@ typedef enum zs_wire {
     ZS_WIRE_BF16,
 } zs_wire;
 
-/* Codes value + *lost, and sets *lost to what the code loses of that; to 0 if it is not finite, as it would stay
- * forever. */
+/* Codes value + *lost, and sets *lost to the code's error; to 0 if that is not finite, as it would stay forever. */
 ZS_HD zs_bf16 zs_wire_encode(float value, float *lost)
 {
     const float sum = value + *lost;

@@ -201,7 +201,7 @@ zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *range
     return ZS_OK;
 }
 
-/* What a long write keeps in mind. */
+/* State of a long write. */
 typedef struct progress {
     int64_t next;       /* when to check for Ctrl-C */
     int64_t begin, end; /* the range that the disk has not been set to work on, */
@@ -209,7 +209,7 @@ typedef struct progress {
 } progress;
 
 /* [at, at + bytes) has been written. The disk begins while memory is still being copied, so that fsync has little to
- * wait for. Other ranks write in between, and what they have written may go along. */
+ * wait for. Other ranks write in between; their bytes may be written out as well. */
 static void write_behind(const zs_ckpt_file *file, progress *so_far, int64_t at, int64_t bytes)
 {
     if (so_far->own == 0 || at < so_far->begin) so_far->begin = at;
@@ -260,7 +260,7 @@ zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *range
     return ZS_OK;
 }
 
-/* How much of [at, end) belongs to the block at `at`. */
+/* Bytes of [at, end) that belong to the block at `at`. */
 static int64_t in_block(int64_t at, int64_t end, int64_t block)
 {
     return smaller(end - at, block - at % block);

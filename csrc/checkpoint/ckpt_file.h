@@ -1,7 +1,7 @@
 /* ckpt_file.h - a file of a checkpoint: ranges of it written with checksums, read into place, or checked.
  *
- * Memory and disk meet in pieces that fit a core's cache, so that a piece is summed where it is warm, a range of any
- * size needs no room beside it, and Ctrl-C is noticed. Interrupted and short calls resume; any other failure is
+ * Memory and disk meet in pieces that fit a core's cache, so that a piece is summed while it is in the cache, a range
+ * of any size needs no other buffer, and Ctrl-C is noticed. Interrupted and short calls resume; any other failure is
  * reported once.
  */
 #ifndef ZS_CKPT_FILE_H
@@ -52,8 +52,8 @@ typedef struct zs_ckpt_sum {
  * ZS_ERR_TORCH (it has set a Python exception). NULL: never. */
 void zs_ckpt_on_wait(bool (*interrupted)(void));
 
-/* What is at `path`, to be read. `follow`: or where the link there leads; else a link is ELOOP. ZS_ERR_VALUE where
- * it is no regular file; never waits for a FIFO's writer. */
+/* Opens `path` for reading. `follow`: follow a link there; else a link is ELOOP. ZS_ERR_VALUE if it is not a regular
+ * file; never waits for a FIFO's writer. */
 zs_status zs_ckpt_file_open(const char *path, bool follow, zs_ckpt_file *out);
 
 /* A file that exists, to be written (and read); no link. */
@@ -63,31 +63,31 @@ zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out);
  * reserve it. Nothing is left of it on failure. */
 zs_status zs_ckpt_file_create(const char *path, int64_t bytes, zs_ckpt_file *out);
 
-/* How long it is now. */
+/* Its current length. */
 zs_status zs_ckpt_file_size(const zs_ckpt_file *file, int64_t *out);
 
 /* Fills the memory of all ranges. ZS_ERR_VALUE, naming file and byte, where the file ends before; nothing has been
  * read then, unless the file is getting shorter just now. */
 zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n);
 
-/* How many sums zs_ckpt_file_write and _check make: ranges cut at the multiples of `block` in the file. ZS_ERR_VALUE
- * for a range that no file has, or whose numbers a block would cut: what this has accepted is for the others to
- * take. */
+/* Number of sums that zs_ckpt_file_write and _check make: ranges cut at the multiples of `block` in the file.
+ * ZS_ERR_VALUE for a range that no file can have, or whose numbers a block would cut; the others accept every range
+ * that this accepts. */
 zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block,
                             size_t *out);
 
-/* Does the file reach as far as all ranges now? ZS_ERR_VALUE, naming it, if not. */
+/* Is the file long enough for all ranges? ZS_ERR_VALUE, naming it, if not. */
 zs_status zs_ckpt_file_reaches(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n);
 
 /* Writes all ranges; sums [zs_ckpt_file_sums] in their order. The file grows where it has to. */
 zs_status zs_ckpt_file_write(const zs_ckpt_file *file, zs_ckpt_range *ranges, size_t n, int64_t block,
                              zs_ckpt_sum *sums);
 
-/* The sums of a range, read and not kept: the range's memory is not used. ZS_ERR_VALUE likewise. */
+/* The sums of a range, read and not kept: the range's memory is not used. ZS_ERR_VALUE as above. */
 zs_status zs_ckpt_file_check(const zs_ckpt_file *file, zs_ckpt_range range, int64_t block, zs_ckpt_sum *sums);
 
-/* What has been written is on the disk. Once it has failed, nothing is known of what was written before; trying again
- * would not tell. */
+/* Waits until all writes are on the disk. After a failure, the state of earlier writes is unknown, and a second call
+ * would not reveal it. */
 zs_status zs_ckpt_file_sync(const zs_ckpt_file *file);
 
 /* Closes it, even where that fails. Nothing if it is closed. */

@@ -1,7 +1,7 @@
-/* ckpt_folder.h - what checkpoints do with names: folders, renames, removals, locks.
+/* ckpt_folder.h - names on disk for checkpoints: folders, renames, removals, locks.
  *
- * A checkpoint becomes visible by a rename, and that lasts by an fsync of the folder it is in; so these are steps of
- * their own, and each reports whether it was done. All fail with ZS_ERR_SYSTEM and the errno.
+ * A rename makes a checkpoint visible, and an fsync of its folder makes the rename durable; so these are separate
+ * steps, and each reports whether it was done. All fail with ZS_ERR_SYSTEM and the errno.
  */
 #ifndef ZS_CKPT_FOLDER_H
 #define ZS_CKPT_FOLDER_H
@@ -11,8 +11,8 @@
 /* A new folder. */
 zs_status zs_ckpt_make_folder(const char *path);
 
-/* The names in a folder are on the disk: what has been made, renamed and removed in it. Nothing is done where the
- * file system knows no such thing. */
+/* Waits until a folder's names are on the disk: all creations, renames and removals in it. No-op on file systems that
+ * do not support it. */
 zs_status zs_ckpt_sync_folder(const char *path);
 
 /* Renames `from` to `to`; EEXIST if `to` exists. (Where the file system cannot check and rename atomically, it is two

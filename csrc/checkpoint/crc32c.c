@@ -25,7 +25,7 @@ enum { LANES = 8 }; /* bytes that the tables take at once */
 
 static const uint32_t POLYNOMIAL = 0x82F63B78, ONE = 0x80000000;
 
-/* tables[k][b]: what byte `b` with k bytes of zeros behind it comes to. */
+/* tables[k][b]: the remainder of byte `b` followed by k zero bytes. */
 static uint32_t tables[LANES][256];
 
 static uint32_t times_x(uint32_t a)
@@ -85,7 +85,7 @@ typedef struct stretch {
     uint32_t skipped[4][256];
 } stretch;
 
-static stretch stretches[] = {{.bytes = 8192}, {.bytes = 512}}; /* the second for what the first leaves */
+static stretch stretches[] = {{.bytes = 8192}, {.bytes = 512}}; /* the second for the first one's remainder */
 
 static void make_stretches(void)
 {

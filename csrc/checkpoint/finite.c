@@ -1,8 +1,7 @@
 /* finite.c - are all numbers in memory finite?
  *
- * Of a number that is NaN or infinite all bits of the exponent are set, whatever the format, so nothing is computed:
- * bits are compared, which no sum can overflow and no mode of the processor changes.
- See ckpt_file.h. */
+ * In every format, a NaN or infinite number has all bits of its exponent set. So this only compares bits: no sum can
+ * overflow, and no mode of the processor matters. See ckpt_file.h. */
 #include "checkpoint/ckpt_file.h"
 
 #include <stdint.h>

@@ -70,7 +70,7 @@ int zs_fs_disk(int fd, struct statvfs *out)
     RETURN_CALL(int, fstatvfs(fd, out), .call = "disk", .fd = fd);
 }
 
-/* What a call that is to be cut short does of `bytes`: at least one, since none would be the end of the file. */
+/* Bytes that a call to be cut short transfers: at least one, as zero would be the end of the file. */
 static size_t cut(zs_fs_fate fate, size_t bytes)
 {
     return fate.half && bytes > 1 ? bytes / 2 : bytes;

@@ -1,8 +1,8 @@
 /* fs.h - every call on files that checkpoints make.
  *
- * There is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can write
- * down all of them (fs_watch.h). A call does what the system's own does, once: -1 and errno where it fails. To go on
- * after an interrupt or a short count is its callers' affair.
+ * All access to the disk passes through here, so that a test can make the nth call fail, kill the process there, or log
+ * all calls (fs_watch.h). A function makes the system call once, and returns -1 and sets errno on failure. Callers
+ * handle interrupts and short counts.
  */
 #ifndef ZS_FS_H
 #define ZS_FS_H
@@ -13,10 +13,10 @@
 #include <sys/statvfs.h>
 #include <sys/types.h>
 
-/* open(2), close on exec; what is made has mode 0666, less the umask. */
+/* open(2), close on exec; new files have mode 0666, less the umask. */
 int zs_fs_open(const char *path, int flags);
 
-/* close(2). The descriptor is closed, whatever it returns. */
+/* close(2). The descriptor is closed even after an error. */
 int zs_fs_close(int fd);
 
 /* fstat(2); fstatvfs(3), of the file system that it is on */
@@ -47,8 +47,7 @@ int zs_fs_make_folder(const char *path);
 int zs_fs_remove_folder(const char *path);
 int zs_fs_remove(const char *path);
 
-/* renameat2(2), with its flags: ZS_FS_KEEP has it fail where there is something at `to`, ZS_FS_SWAP exchanges the
- * two. */
+/* renameat2(2), with its flags: ZS_FS_KEEP fails if `to` exists; ZS_FS_SWAP exchanges the two. */
 int zs_fs_rename(const char *from, const char *to, unsigned flags);
 
 enum { ZS_FS_KEEP = 1, ZS_FS_SWAP = 2 }; /* the system's own numbers */

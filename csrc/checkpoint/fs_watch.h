@@ -12,35 +12,35 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* What befalls one call. */
+/* The injected fault of a call. */
 typedef struct zs_fs_fate {
     int err;         /* fail with it; 0: do not */
     bool half;       /* read and write half */
     bool kill_after; /* then die */
 } zs_fs_fate;
 
-/* One call, for the log; NULL and 0 for what it has not. */
+/* One call, for the log; fields that it lacks are NULL or 0. */
 typedef struct zs_fs_entry {
     const char *call, *path, *to;
     int fd;
     int64_t offset, length;
-    const void *data; /* the bytes that were written: as many as the call returned */
+    const void *data; /* the bytes that were written; the call returned their number */
 } zs_fs_entry;
 
 /* The watcher. */
 typedef struct zs_fs_watcher {
     /* Before a call. It may not come back. */
     zs_fs_fate (*before)(void);
-    /* After it: what is to be returned, where the call has returned `result`. errno is kept. */
+    /* After it: the result to return instead of the call's `result`. errno is kept. */
     long (*after)(zs_fs_fate fate, long result, const zs_fs_entry *entry);
 } zs_fs_watcher;
 
-/* What zshard._core offers as its capsule _file_watch. */
+/* The contents of zshard._core's capsule _file_watch. */
 typedef struct zs_fs_watching {
     void (*watch)(const zs_fs_watcher *watcher); /* zs_fs_watch */
 } zs_fs_watching;
 
-/* Has all calls of this process watched from now on; NULL: none. It must outlive them. */
+/* Watches all calls of this process from now on; NULL: none. It must outlive them. */
 void zs_fs_watch(const zs_fs_watcher *watcher);
 
 #endif

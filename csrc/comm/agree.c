@@ -1,10 +1,10 @@
 /* agree.c - exchanges turns until all ranks run the same collective. See turn.h.
  *
  * A rank that leaves a unit out learns from the turns that the others gather it. It needs only its shard for that: it
- * takes part, discards the result, and sends its own turn again. While any rank wants to gather, that comes first; what
- * a rank cannot do for another (a round of gradients) waits until all have reached it, in an order that is the same on
- * all ranks. Each gather lets one rank proceed, so this ends. Ranks that diverged (a skipped backward, another model)
- * get an error that says how.
+ * takes part, discards the result, and sends its own turn again. While any rank wants to gather, that comes first; a
+ * collective in which a rank cannot take part for another (a round of gradients) waits until all have reached it, in an
+ * order that is the same on all ranks. Each gather lets one rank proceed, so this ends. Ranks that diverged (a skipped
+ * backward, another model) get an error that says how.
  *
  * A rank contributes a shard only as it was when its model's session began: see `serves`. */
 #include "comm/comm_local.h"
@@ -198,8 +198,8 @@ static void exchange_texts(zs_comm *comm, const zs_turn *turn)
     zs_clear_error();
 }
 
-/* If parameters travel: do all ranks have those of the same step? `all`: whatever each is about to do. Not on the
- * stack: with thousands of ranks it would fill that of a script's thread. */
+/* If parameters travel: do all ranks have those of the same step? `all`: in any collective. Not on the stack: with
+ * thousands of ranks the arrays would fill a script thread's stack. */
 static zs_status compare_fingerprints(zs_comm *comm, const zs_turn *turns, bool all)
 {
     zs_fingerprint *fingerprints = calloc((size_t)comm->world, sizeof *fingerprints);
@@ -227,7 +227,7 @@ static zs_status judge(zs_comm *comm, const zs_turn *turns, const zs_comparison 
     bool apart = !all->same && all->gather < 0;
     if (apart || !all->synced) {
         exchange_texts(comm, own);
-        if (own->kind == ZS_TURN_GIVE_UP) return ZS_OK; /* the others receive it whatever they are at */
+        if (own->kind == ZS_TURN_GIVE_UP) return ZS_OK; /* the others receive it in any collective */
         if (all->gave_up < 0) ZS_TRY(compare_fingerprints(comm, turns, all->gather >= 0));
         if (apart) return fail_apart(comm, turns, all);
         ZS_TRY(comm->turns->ops->usable(comm)); /* without the others' texts, they may conclude something else */

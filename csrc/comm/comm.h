@@ -1,10 +1,10 @@
-/* comm.h - how ranks exchange bytes: tables of functions (comm_ops.h), one implementation per transport.
+/* comm.h - exchanges bytes between ranks: tables of functions (comm_ops.h), one implementation per transport.
  *
  * A unit never names a transport. It allocates memory that the transport can share (flats and buckets), posts a full
- * bucket, later collects pointers to all ranks' gradients of its own shard, sums them itself (in rank order) and
- * releases them. On `shm` the pointers lead straight into the peers' memory and nothing is copied; on `c10d` they lead
- * into a receive buffer. If a transport can map all ranks' shards side by side (shm), the mapping *is* the full buffer:
- * an unshard moves no bytes.
+ * bucket, later collects pointers to all ranks' gradients of its shard, sums them (in rank order) and releases them. On
+ * `shm` the pointers lead straight into the peers' memory and nothing is copied; on `c10d` they lead into a receive
+ * buffer. If a transport can map all ranks' shards side by side (shm), the mapping *is* the full buffer: an unshard
+ * moves no bytes.
  *
  *   flat    memory of one dtype of a unit: this rank's shard and, if mapped, the full buffer
  *   bucket  full-size gradient memory that peers can read
@@ -46,7 +46,7 @@ zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *uni
  * before is forgotten. Collective. */
 zs_status zs_comm_align(zs_comm *comm);
 
-/* How messages name a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
+/* The unit's name in messages: "(root)" for the outermost, whose name is empty; borrowed. */
 const char *zs_unit_label(const char *name);
 
 /* Records an event of a model's parameters on this rank that must happen on all ranks or on none: the fingerprint
@@ -70,8 +70,8 @@ bool zs_reading_is_look(uint64_t reading);
 /* Fails because ranks do not run the same forward, and rank `changed` has changed its parameters by hand. */
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
 
-/* `near` is between some of the ranks, on one host. A rank that waits there for one that waits in `comm` in vain gets
- * the reason from it, and gives it the time to find it. `near` may be `comm` itself: then this does nothing. */
+/* `near` is between some of the ranks, on one host. If a rank waits there for one whose wait in `comm` fails, it gets
+ * the reason from that rank, and waits long enough for it. `near` may be `comm` itself: then this does nothing. */
 void zs_comm_set_near(zs_comm *comm, zs_comm *near);
 
 /* This rank's number, and how the ranks are spread over hosts. */
@@ -91,9 +91,8 @@ zs_status zs_comm_self_new(const zs_device *device, zs_comm **out);
 
 /* --- shm: in two steps, because torch's store carries the addresses in between ------------------------------------ */
 
-/* What a rank needs to be one of `world`, besides memory. Flats and buckets add to this: a flat is up to three
- * mappings (this rank's shard, and the memory before and after it), and each bucket is mapped by all ranks that
- * reduce. */
+/* A rank's needs, besides memory, to be one of `world`. Flats and buckets add to this: a flat is up to three mappings
+ * (this rank's shard, and the memory before and after it), and each bucket is mapped by all ranks that reduce. */
 typedef struct zs_shm_needs {
     size_t descriptors, meeting; /* file descriptors; and while the ranks connect */
     size_t mappings;
@@ -128,8 +127,8 @@ zs_status zs_comm_hosts_new(const char *group, const int *fds, zs_comm *local, c
 
 struct zs_backend;
 
-/* Flats and buckets are on the backend's device. *Steals* `backend` (backend.h), even if this fails. `control` (adds
- * a reference) is a transport between the same ranks' hosts; it stays usable by itself. */
+/* Flats and buckets are on the backend's device. *Steals* `backend` (backend.h), even if this fails. `control` (adds a
+ * reference) is a transport between the same ranks' hosts; it stays usable. */
 zs_status zs_comm_gpu_new(zs_comm *control, struct zs_backend *backend, zs_comm **out);
 
 #endif

@@ -24,7 +24,7 @@ static const zs_comm_ops *ops_of(const char *name)
     return NULL;
 }
 
-/* The peers would send what this rank sends: all are the same. */
+/* The peers would send the same bytes as this rank. */
 static zs_status dry_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     for (int r = 0; r < comm->world; r++)

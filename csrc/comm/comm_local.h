@@ -1,4 +1,4 @@
-/* comm_local.h - what the transports share; nothing above comm.h includes it. */
+/* comm_local.h - code that the transports share; nothing above comm.h includes it. */
 #ifndef ZS_COMM_LOCAL_H
 #define ZS_COMM_LOCAL_H
 

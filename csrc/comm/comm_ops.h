@@ -1,7 +1,7 @@
 /* comm_ops.h - a transport's tables of functions, and the calls that reach them. See comm.h.
  *
- * Four small tables, for flats, rounds, readers and small messages, so that transports can share tables. Outside
- * comm/, use only the calls below, which know what a missing function means. */
+ * Four small tables, for flats, rounds, readers and small messages, so that transports can share tables. Outside comm/,
+ * use only the calls below, which handle missing functions. */
 #ifndef ZS_COMM_OPS_H
 #define ZS_COMM_OPS_H
 
@@ -32,8 +32,8 @@ typedef struct zs_flat_ops {
     zs_status (*gather_start)(zs_comm *, const zs_flat_mem *, const char *unit, zs_target to, zs_gathering **out);
     /* (not mapped) Waits for it, and frees it even if it failed. Any order. */
     zs_status (*gather_finish)(zs_comm *, zs_gathering *);
-    /* How many objects that all ranks create in the same order, such as flats, this rank has numbered: [ZS_NUMBERS].
-     * NULL: none. */
+    /* Numbers of objects created so far, of each kind that all ranks create in the same order, such as flats:
+     * [ZS_NUMBERS]. NULL: none. */
     void (*numbers)(const zs_comm *, uint64_t *out);
     /* Continues from these numbers; none is lower than this rank's own. */
     void (*continue_from)(zs_comm *, const uint64_t *numbers);
@@ -68,7 +68,7 @@ typedef struct zs_round_ops {
     /* Completes once all ranks have shared. *ready is set before. */
     zs_status (*arrive_shared)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
     zs_status (*release)(zs_comm *, zs_cunit *);
-    /* Frees what a round holds: after release, or a failure. */
+    /* Frees a round's memory: after release, or a failure. */
     void (*drop)(zs_comm *, zs_cunit *);
     /* Waits for outstanding work when the unit is freed. */
     void (*finish)(zs_comm *, zs_cunit *);
@@ -88,15 +88,15 @@ typedef struct zs_round_ops {
     zs_status (*reserve)(zs_comm *, const zs_arena *plan);
 } zs_round_ops;
 
-/* Which ranks read which shards. */
+/* Reads of the peers' shards. */
 typedef struct zs_reader_ops {
     /* One per model (root), same order on all ranks. Counts reductions, and forwards of each kind since the last
      * one. */
     zs_status (*reader_new)(zs_comm *, const char *name, zs_reader **out);
     void (*reader_free)(zs_comm *, zs_reader *);
-    /* Counts a forward; then waits until every owner has begun that forward too, or is where this rank may read it
-     * alone, and marks this rank as reading. A backward: the same without counting. ZS_ERR_DIVERGED if ranks do not
-     * run the same forward and some have changed their parameters by hand. */
+    /* Counts a forward; then waits until every owner has begun that forward as well, or is in a state in which this
+     * rank may read alone, and marks this rank as reading. A backward: the same without counting. ZS_ERR_DIVERGED if
+     * ranks do not run the same forward and some have changed their parameters by hand. */
     zs_status (*read_begin)(zs_comm *, zs_reader *, const zs_reading *);
     /* Marks this rank as not reading, and returns once no peer reads its shards. A backward: also counts one
      * reduction; call it when all its rounds are released. */
@@ -110,7 +110,7 @@ typedef struct zs_reader_ops {
     /* Parameters that scripts wrote by hand are complete and the same on all ranks; `changed` as in zs_reading. NULL
      * as above. */
     void (*write_complete)(zs_comm *, zs_reader *, bool changed);
-    /* All ranks have reached a collective of the script: look counts start anew. NULL as above. */
+    /* All ranks have reached a collective of the script: resets the look counts. NULL as above. */
     void (*meet)(zs_comm *, zs_reader *);
     /* See zs_comm_publish_fingerprint; NULL: the head keeps it. */
     void (*publish_fingerprint)(zs_comm *, zs_reader *, const zs_fingerprint *now);
@@ -131,8 +131,8 @@ typedef struct zs_talk_ops {
     void (*publish)(zs_comm *, zs_topic, const char *);
     /* The latest text that a peer has published on a topic; NULL, like a NULL function: unknown. */
     const char *(*published)(const zs_comm *, int rank, zs_topic);
-    /* Sets texts [world] to where each rank's script is, after asking those that have not reported it lately; waits at
-     * most a second. False, as NULL: ranks cannot be asked. / Has a peer asked? / Answers. Any thread. */
+    /* Sets texts [world] to the places of the ranks' scripts, after asking ranks without a recent report; waits at most
+     * a second. False, as NULL: ranks cannot be asked. / Has a peer asked? / Answers. Any thread. */
     bool (*locate)(zs_comm *, char (*texts)[ZS_WHERE]);
     bool (*asked)(const zs_comm *);
     void (*answer)(zs_comm *, const char *text);
@@ -153,13 +153,13 @@ typedef struct zs_talk_ops {
 typedef struct zs_state_ops {
     /* *new* zeroed memory. Its pages go back when it is freed, but not once the comm is closed. */
     zs_status (*state_new)(zs_comm *, size_t bytes, zs_mem **out);
-    /* Where that memory begins, as peers address it; false: it is other memory. */
+    /* The offset of that memory, as peers address it; false: it is other memory. */
     bool (*state_offset)(const zs_comm *, const zs_mem *, uint64_t *offset);
     /* Replaces the text that peers read. One thread. */
     zs_status (*post)(zs_comm *, const void *text, size_t bytes);
-    /* What rank `rank` has posted last: *new*, for free(). Any time, also after it has exited. */
+    /* The last post of rank `rank`: *new*, for free(). Any time, also after it has exited. */
     zs_status (*posted)(zs_comm *, int rank, char **text, size_t *bytes);
-    /* Has rank `rank` closed its comm, so that it reads nothing any more? */
+    /* Has rank `rank` closed its comm, so that it no longer reads? */
     bool (*left)(const zs_comm *, int rank);
     /* Copies memory of rank `rank`. */
     zs_status (*read)(zs_comm *, int rank, uint64_t offset, void *to, size_t bytes);
@@ -202,7 +202,7 @@ struct zs_comm {
     _Atomic bool waiting;       /* (c10d) for peers to reach a collective; any thread may read it */
     uint64_t models;            /* readers so far */
     zs_model model;             /* whose unit is gathered or reduced next */
-    bool heard;                 /* a peer's give_up failed a collective here; whoever handles that clears it */
+    bool heard;                 /* a peer's give_up failed a collective here; the code that handles that clears it */
     zs_fingerprint fingerprint; /* of all models that use it, see zs_comm_publish_fingerprint */
     bool apart;                 /* fingerprints were found to differ, and not to agree again since */
     bool failed;                /* a wait or a collective has, so a failing end need not be reported */
@@ -210,8 +210,8 @@ struct zs_comm {
     bool is_control;            /* of a transport for GPUs, which keeps the fingerprints */
     zs_turns *turns;            /* where collectives pair up by order, see turn.h; NULL: elsewhere; borrowed */
     zs_diagnostics texts;       /* see zs_comm_publish */
-    zs_diagnostics *others;     /* [world] what each rank has published, NULL: unknown, or `published` knows; owned */
-    /* How many have ended; what streams did in them precedes all that the compute stream has done since. */
+    zs_diagnostics *others;     /* [world] each rank's published texts, NULL: unknown, or `published` knows; owned */
+    /* Sessions that have ended; their streams' work precedes all later work of the compute stream. */
     uint64_t sessions;
     _Atomic(const void *) user; /* the thread that is in a collective, or (mapped) in a wait; NULL: none */
     int entered;                /* how often it is */
@@ -267,7 +267,7 @@ static inline zs_status zs_comm_gather_start(zs_comm *comm, const zs_flat_mem *f
     ZS_COLLECTIVE(comm, comm->ops->flats->gather_start(comm, flat, unit, to, out));
 }
 
-/* How many ranks share a slot's memory. */
+/* Number of ranks that share a slot's memory. */
 static inline int zs_comm_slot_sharers(const zs_comm *comm)
 {
     return comm->ops->shares_slots ? comm->per_host : 1;
@@ -358,7 +358,7 @@ static inline void zs_comm_readers_barrier(zs_comm *comm, zs_reader *reader)
     if (comm->ops->readers->meet != NULL) comm->ops->readers->meet(comm, reader);
 }
 
-/* What was written is complete. */
+/* A write by hand is complete. */
 static inline void zs_comm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
 {
     if (comm->ops->readers->write_complete != NULL) comm->ops->readers->write_complete(comm, reader, changed);

@@ -1,4 +1,4 @@
-/* comm_types.h - what a transport takes and returns. See comm.h. */
+/* comm_types.h - arguments and results of a transport. See comm.h. */
 #ifndef ZS_COMM_TYPES_H
 #define ZS_COMM_TYPES_H
 
@@ -18,12 +18,12 @@ typedef struct zs_reader zs_reader;
 typedef struct zs_gathering zs_gathering;
 typedef struct zs_turns zs_turns;
 
-/* Where a gather puts its result, and how. */
+/* A gather's destination. */
 typedef struct zs_target {
     zs_mem *mem; /* borrowed; pinned while an interrupted gather may still write there */
     char *full;  /* within it, world * shard_bytes */
-    /* How shards cross hosts, if the transport has a code_room for them: then all ranks get the decoded values, this
-     * rank too. Numbers of this dtype. */
+    /* The code in which shards cross hosts, if the transport has a code_room for it: then all ranks get the decoded
+     * values, this rank included. Numbers of this dtype. */
     zs_wire code;
     zs_dtype dtype;
 } zs_target;

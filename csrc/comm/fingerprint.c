@@ -243,7 +243,7 @@ static void list_writes(const zs_comm *comm, int other, char *text, size_t size)
     if (used < size) snprintf(text + used, size - used, ")");
 }
 
-/* In what a rank differs from rank 0. */
+/* A rank's difference from rank 0. */
 typedef struct difference {
     const zs_fingerprint *first, *second;
     int other;  /* the rank */

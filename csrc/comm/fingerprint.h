@@ -1,7 +1,7 @@
-/* fingerprint.h - what a rank has done to a model's parameters: numbers that ranks compare, and texts for messages.
+/* fingerprint.h - a rank's changes to a model's parameters: numbers that ranks compare, and texts for messages.
  *
  * A few numbers travel whenever ranks communicate anyway, in a round of gradients or before a forward. Only if they
- * differ do ranks read the texts, which each rank keeps ready: what it has set, written, or failed in. */
+ * differ do ranks read the texts, which each rank keeps ready: its settings, last write, and failure. */
 #ifndef ZS_FINGERPRINT_H
 #define ZS_FINGERPRINT_H
 
@@ -17,9 +17,9 @@ typedef struct zs_fingerprint {
     uint64_t steps;                 /* optimizer steps, counted */
     uint64_t settings;              /* a digest of the param groups at the last of them */
     uint64_t counts;                /* the step count in the optimizer's state at that time */
-    uint64_t loads, frozen, writes; /* digests: what was loaded, is frozen, and was written in place to parameters */
-    uint64_t draws;                 /* a digest of what was drawn for parameters in place or written to full ones */
-    uint64_t grads;                 /* ... and to gradients; compared with gradients only */
+    uint64_t loads, frozen, writes; /* digests of loads, of frozen parameters, and of in-place writes to parameters */
+    uint64_t draws;                 /* a digest of random draws into parameters, and of writes to full ones */
+    uint64_t grads;                 /* a digest of in-place writes to gradients; compared with gradients only */
 } zs_fingerprint;
 
 /* Its length. */
@@ -28,10 +28,10 @@ enum { ZS_FINGERPRINT_WORDS = sizeof(zs_fingerprint) / sizeof(uint64_t) };
 /* *past += now - before. */
 void zs_fingerprint_replace(zs_fingerprint *fingerprint, const zs_fingerprint *before, const zs_fingerprint *now);
 
-/* What a rank keeps a text about. */
+/* Subjects of a rank's texts. */
 typedef enum zs_topic {
-    ZS_ON_FAILURE,  /* what has failed since the ranks last met, as a clause that continues "rank 0 "; "": nothing */
-    ZS_ON_WRITE,    /* what was written in place last to the model that communicates, such as "mul_() on 'weight'" */
+    ZS_ON_FAILURE,  /* the failure since the ranks last met, as a clause that continues "rank 0 "; "": none */
+    ZS_ON_WRITE,    /* the last in-place write to the model that communicates, such as "mul_() on 'weight'" */
     ZS_ON_SETTINGS, /* the param groups: lines of a name, a tab, and values with commas between them */
 } zs_topic;
 

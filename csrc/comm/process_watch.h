@@ -1,4 +1,4 @@
-/* process_watch.h - which ranks are processes on this host, and which of them have exited.
+/* process_watch.h - watches ranks that are processes on this host, and notices their exits.
  *
  * A pidfd refers to one process forever, while its number may be reused; it becomes readable when the process exits,
  * however that happens. */

@@ -1,4 +1,4 @@
-/* round.c - see round.h: a round's states, what each call requires, and the errors of calls out of order. */
+/* round.c - see round.h: a round's states, the conditions of each call, and the errors of calls out of order. */
 #define _GNU_SOURCE 1 /* strdup */
 #include "comm/comm_local.h"
 
@@ -240,7 +240,7 @@ static zs_status begun(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *done)
     return comm->ops->rounds->begun != NULL ? comm->ops->rounds->begun(comm, unit, wait, done) : ZS_OK;
 }
 
-/* All have posted, and wait for this rank, which cannot map what they have posted. Returns ZS_ERR_MEMORY. */
+/* Ends a round that all have posted but this rank cannot map; the others wait for it. Returns ZS_ERR_MEMORY. */
 static zs_status end_unmapped(zs_comm *comm, zs_cunit *unit)
 {
     unit->state = ZS_ROUND_COLLECTED;

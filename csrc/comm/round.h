@@ -8,7 +8,7 @@
 #include "comm/comm_types.h"
 #include "comm/fingerprint.h"
 
-/* What a rank reports with its round, beside the parameters that it used. */
+/* A rank's report with its round, in addition to the parameters that it used. */
 enum {
     ZS_ROUND_BUCKET = 1,  /* it has a bucket; set by zs_cunit_post */
     ZS_ROUND_GAVE_UP = 2, /* its backward has failed */
@@ -17,10 +17,10 @@ enum {
     ZS_ROUND_NO_SUM = 16, /* it shares no sum; set by zs_cunit_collect */
 };
 
-/* What travels with a rank's gradients. */
+/* Sent with a rank's gradients. */
 typedef struct zs_round_header {
     uint64_t flags;
-    zs_fingerprint fingerprint; /* what the rank has done to the model */
+    zs_fingerprint fingerprint; /* the rank's changes to the model */
     uint64_t used[];            /* bitmap of the parameters that had a gradient */
 } zs_round_header;
 
@@ -29,7 +29,7 @@ size_t zs_round_header_bytes(size_t n_params);
 
 /* The result of collect(), valid until release(). Arrays of length world are in rank order. */
 typedef struct zs_sources {
-    bool partial; /* each entry is a host's sum, of zs_dtype_of_partial_sum of what was posted, under its first rank */
+    bool partial; /* each entry is a host's sum, under its first rank, in zs_dtype_of_partial_sum of the posted dtype */
     const char **data; /* [world] rank r's gradients of this rank's shard of trainable flat f begin at data[r] + at[f];
                           NULL: nothing posted */
     const size_t *at;  /* [n_flats] */
@@ -37,13 +37,13 @@ typedef struct zs_sources {
     const zs_round_header **headers; /* [world] never NULL */
 } zs_sources;
 
-/* How gradients of a unit are reduced. */
+/* Reduction of a unit's gradients. */
 typedef enum zs_reduce_mode {
     ZS_REDUCE_SCATTER, /* each rank gets its shard of the sum */
     ZS_REDUCE_ALL, /* each rank gets the full sum: after collect, share() this rank's shard, then collect_shared() */
 } zs_reduce_mode;
 
-/* What is reduced together.
+/* Gradients that are reduced together.
  *
  * Bucket layout: flat after flat, each n_shards * shard_bytes[f] long: shard p of flat f starts at
  * n_shards * (shard_bytes[0] + ... + shard_bytes[f-1]) + p * shard_bytes[f]. */
@@ -86,11 +86,11 @@ zs_round_header *zs_cunit_header(zs_cunit *unit);
 zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket);
 
 /* Sets *ready and `out` once all ranks have posted this round; see zs_wait for how long to wait for that. Fails with
- * ZS_ERR_MEMORY and *ready where this rank cannot map what a peer has posted: then it has released the round, or in
- * ZS_REDUCE_ALL shared that it has no sum. */
+ * ZS_ERR_MEMORY and *ready if this rank cannot map a peer's post: then it has released the round, or in ZS_REDUCE_ALL
+ * reported that it has no sum. */
 zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out);
 
-/* (ZS_REDUCE_ALL) The caller has written the sum of its own shards into its own bucket, in place. */
+/* (ZS_REDUCE_ALL) The caller has written the sum of its shards into its bucket, in place. */
 zs_status zs_cunit_share(zs_comm *comm, zs_cunit *unit);
 
 /* (ZS_REDUCE_ALL) As collect, once all ranks have shared; data[r] + offset of rank r's shard in the bucket is its

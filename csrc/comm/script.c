@@ -37,7 +37,7 @@ void zs_call_swap(char name[ZS_CALL])
     memcpy(name, before, ZS_CALL);
 }
 
-/* The address of `call` stands for this thread. */
+/* The address of `call` identifies this thread. */
 zs_status zs_comm_hold(zs_comm *comm)
 {
     const void *none = NULL;

@@ -1,4 +1,4 @@
-/* script.h - where this rank's script is, for messages: the public call that it is in, and its line.
+/* script.h - the place of this rank's script, for messages: the public call that it is in, and its line.
  *
  * A call sets its name once, when it begins. Ranks exchange and broadcast only within the same call: one without a name
  * ("") is like others without a name alone. The line is looked up only for an error, or when a peer that waits long

@@ -7,7 +7,7 @@
 
 #include "comm/comm_types.h"
 
-/* What the bytes are: parameters, or gradients and their sums; the number of these kinds. */
+/* Kinds of bytes: parameters, or gradients and their sums; the number of kinds. */
 typedef enum zs_traffic_kind { ZS_TRAFFIC_GATHER, ZS_TRAFFIC_REDUCE } zs_traffic_kind;
 enum { ZS_TRAFFIC_KINDS = 2 };
 

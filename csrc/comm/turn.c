@@ -1,4 +1,4 @@
-/* turn.c - what the turns of all ranks mean. See turn.h.
+/* turn.c - compares the turns of all ranks. See turn.h.
  *
  * All ranks have the same turns, and every function here depends on nothing else, so all ranks conclude the same.
  * tests/c/check_turn.c compares turns of all kinds. */
@@ -70,7 +70,7 @@ static bool is_served(const zs_turn *turns, int world, uint64_t model)
     return true;
 }
 
-/* A rank that left a unit out catches up soonest if the others gather in the order of its own pass. */
+/* A rank that left a unit out catches up soonest if the others gather in the order of its pass. */
 static bool is_before(const zs_turn *a, const zs_turn *b)
 {
     bool back = zs_reading_is_backward(a->reading), other_back = zs_reading_is_backward(b->reading);
@@ -127,7 +127,7 @@ bool zs_turns_fingerprints(const zs_turn *turns, int world, bool all, zs_fingerp
 
 typedef void describer(const zs_turn *, const char *owner, char *text, size_t size);
 
-/* Names the model if two must be told apart. */
+/* Names the model if two must be distinguished. */
 static void describe_beside(const zs_turn *turn, const zs_turn *other, describer *describe, char *text, size_t size)
 {
     char owner[OWNER] = "";

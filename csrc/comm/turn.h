@@ -1,11 +1,11 @@
-/* turn.h - before each collective: do all ranks run the same one?
+/* turn.h - checks before each collective that all ranks run the same one.
  *
- * Some transports pair collectives up by order alone (a process group, NCCL). There each rank first sends its turn:
- * what comes next. A transport supplies how turns travel, and how it takes part in a gather that its script does not
- * ask for (zs_turns_ops).
+ * Some transports pair collectives up by order alone (a process group, NCCL). There each rank first sends its turn, a
+ * description of its next collective. A transport supplies the exchange of turns, and its part in a gather that its
+ * script does not ask for (zs_turns_ops).
  *
- *   turn.c        what all ranks' turns mean: pure functions, the same conclusion on all ranks
- *   turn_text.c   how messages name a turn
+ *   turn.c        compares all ranks' turns: pure functions, the same conclusion on all ranks
+ *   turn_text.c   names of turns in messages
  *   agree.c       exchanges turns until all agree; what this rank can contribute to others' gathers
  */
 #ifndef ZS_TURN_H
@@ -15,7 +15,7 @@
 
 enum {
     ZS_TURN_SERVES = 8,   /* models whose shards a rank may contribute to gathers of others, as it reports */
-    ZS_TURN_PHRASE = 448, /* room for the text of what a rank does */
+    ZS_TURN_PHRASE = 448, /* room for the text of a rank's act */
 };
 
 typedef enum zs_turn_kind {
@@ -38,7 +38,7 @@ typedef struct zs_turn {
     uint32_t serves[ZS_TURN_SERVES]; /* models whose shards have not changed since their last forward; 0: no more */
     uint64_t joinable;               /* (gather) other ranks can take part even if their script does not ask for it */
     uint64_t model;                  /* the number of the unit's model; 0: none */
-    zs_fingerprint fingerprint;      /* what this rank has done to parameters */
+    zs_fingerprint fingerprint;      /* this rank's changes to parameters */
     char owner[32];                  /* the name of the unit's model, for messages */
     char name[88];                   /* of the unit, truncated; of the call that an exchange or broadcast is part of */
 } zs_turn;
@@ -48,10 +48,10 @@ zs_turn zs_turn_of(zs_turn_kind kind, uint64_t number, size_t bytes, const char 
 
 /* --- turn.c ------------------------------------------------------------------------------------------------------- */
 
-/* What the turns of all ranks mean. */
+/* The result of comparing all ranks' turns. */
 typedef struct zs_comparison {
     bool same;    /* all ranks run the same collective */
-    bool synced;  /* what they have done to parameters is the same, as far as these turns need it */
+    bool synced;  /* their changes to parameters are the same, as far as these turns need it */
     int gather;   /* the rank whose gather all take part in before they send their turns again; -1: none */
     int gave_up;  /* the first rank that abandoned its backward; -1: none */
     int unsynced; /* the rank whose changed parameters keep ranks from gathering together; -1: none */
@@ -63,10 +63,10 @@ zs_comparison zs_turns_compare(const zs_turn *turns, int world);
 /* Do two ranks run the same collective? An equivalence: if all ranks run that of one of them, all run the same. */
 bool zs_turns_same(const zs_turn *a, const zs_turn *b);
 
-/* Can the ranks of each host gather into one memory, whatever other hosts do? */
+/* Can the ranks of each host gather into one memory, independent of other hosts? */
 bool zs_turns_same_slots(const zs_turn *turns, int world, int per_host);
 
-/* Sets the fingerprints [world] to compare: of ranks in rank 0's collective, or of `all` whatever they run. Returns
+/* Sets the fingerprints [world] to compare: of ranks in rank 0's collective, or of `all`, in any collective. Returns
  * whether a rank reads alone. */
 bool zs_turns_fingerprints(const zs_turn *turns, int world, bool all, zs_fingerprint *out);
 
@@ -79,9 +79,9 @@ zs_status zs_turns_explain(const zs_turn *turns, int world, int own, const char 
 /* Is it an exchange or a broadcast? */
 bool zs_turn_talks(const zs_turn *turn);
 
-/* What a rank does, as a phrase to follow "rank 0 was"; `owner` is named after the unit. / The same for this rank, and
- * where its script is. / For two ranks that differ within the same call. / Without numbers that change from step to
- * step, for profiles. */
+/* Describes a rank's act, as a phrase to follow "rank 0 was"; `owner` is named after the unit. / The same for this
+ * rank, and where its script is. / For two ranks that differ within the same call. / Without numbers that change from
+ * step to step, for profiles. */
 void zs_turn_describe(const zs_turn *turn, const char *owner, char *text, size_t size);
 void zs_turn_describe_here(const zs_turn *turn, const char *owner, char *text, size_t size);
 void zs_turn_describe_talk(const zs_turn *turn, char *text, size_t size);
@@ -92,7 +92,7 @@ const char *zs_turn_remedy(const zs_turn *turn);
 
 /* --- agree.c ------------------------------------------------------------------------------------------------------ */
 
-/* How a transport exchanges turns. */
+/* A transport's exchange of turns. */
 typedef struct zs_turns_ops {
     /* Gets all ranks' turns [world]; this rank's is `mine`. */
     zs_status (*exchange)(zs_comm *, const zs_turn *mine, zs_turn *turns);
@@ -128,7 +128,7 @@ zs_turn zs_turn_to_send(const zs_comm *comm, const zs_turn *turn);
 
 /* Sends `turn` to all ranks and waits for theirs; `turns` [world + 1] is room for them. While they differ, takes part
  * in what others gather; if that is impossible, ZS_ERR_DIVERGED on every rank, after which the transport stays usable.
- * Without this check, a process group pairs up whatever comes next: wrong sums, or an abort inside gloo. */
+ * Without this check, a process group pairs up different collectives: wrong sums, or an abort inside gloo. */
 zs_status zs_turns_agree(zs_comm *comm, const zs_turn *turn, zs_turn *turns);
 
 /* The same when `turns` already has all ranks' turns. */

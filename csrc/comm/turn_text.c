@@ -1,10 +1,10 @@
-/* turn_text.c - how messages name a collective. See turn.h. */
+/* turn_text.c - names of collectives in messages. See turn.h. */
 #include "comm/turn.h"
 
 #include <stdio.h>
 #include <string.h>
 
-/* What a turn does to a unit; NULL: it has none. */
+/* The verb for a turn of a unit; NULL: it has none. */
 static const char *unit_verb(zs_turn_kind kind)
 {
     switch (kind) {

@@ -79,7 +79,7 @@ void zs_where_lines(char (*texts)[ZS_WHERE], int world, char *text, size_t size)
     if (more > 0 && used < size) snprintf(text + used, size - used, "\n  and %d more ranks elsewhere", more);
 }
 
-/* What the ranks have exchanged; false: nothing. It is of this failure alone, so it is forgotten. */
+/* Takes the exchanged places; false: there are none. They belong to this failure alone, so they are cleared. */
 static bool take_exchanged(zs_comm *comm, char (*texts)[ZS_WHERE])
 {
     bool any = false;

@@ -1,4 +1,4 @@
-/* where.h - where everybody is: the lines that follow the message of an error of ranks that wait or have diverged.
+/* where.h - places of all ranks: the lines after an error's message, for ranks that wait or have diverged.
  *
  *   rank 0: train.py:41 in train(), in clip_grad_norm_(), step 12
  *   ranks 1-3: data.py:17 in __next__(), step 12; last unit 'blocks.3'
@@ -19,7 +19,7 @@ double zs_set_report_after(double seconds);
 void zs_where_lines(char (*texts)[ZS_WHERE], int world, char *text, size_t size);
 
 /* Adds them to this thread's record of a failure `status` that is ZS_ERR_TIMEOUT or ZS_ERR_DIVERGED. Returns `status`.
- * Where ranks exchange texts, they have done so: zs_comm_look, then the exchange. */
+ * If ranks exchange texts, they have done so: zs_comm_look, then the exchange. */
 zs_status zs_comm_locate(zs_comm *comm, zs_status status);
 
 /* Sets the text that this rank exchanges. */

@@ -1,4 +1,4 @@
-/* wire_sizes.h - what crosses hosts as bfloat16 (base/wire.h), and how many bytes that takes, on CPUs and GPUs.
+/* wire_sizes.h - the flats that cross hosts as bfloat16 (base/wire.h), and their bytes, on CPUs and GPUs.
  */
 #ifndef ZS_WIRE_SIZES_H
 #define ZS_WIRE_SIZES_H
@@ -25,7 +25,7 @@ zs_wire_sums zs_wire_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
 /* Sets the offset of each flat's sum among them; returns the bytes of all. */
 size_t zs_wire_lay_out(const zs_comm *comm, const zs_cunit_spec *spec, size_t at[ZS_MAX_FLATS]);
 
-/* Bytes of what codes have lost of the sums for that many hosts; 0: they are exact. */
+/* Bytes of the codes' errors in the sums for that many hosts; 0: they are exact. */
 size_t zs_wire_lost_bytes(const zs_wire_sums *sums, int hosts);
 
 #endif

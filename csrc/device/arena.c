@@ -77,7 +77,7 @@ static zs_status add_slot(zs_arena *arena, slot **out)
     return ZS_OK;
 }
 
-/* Where torch keeps what is freed, slots need memory during a pass only. */
+/* If torch caches freed memory, slots need memory during a pass only. */
 static bool can_rest(const zs_arena *arena)
 {
     return arena->device->ops->queues && arena->maker.make == NULL;
@@ -158,7 +158,7 @@ static bool are_alike(const slot *a, const slot *b)
     return a->asked == b->asked && a->own == b->own;
 }
 
-/* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] which slots of the plan have one. */
+/* Pairs each slot of the arena with a slot of `plan`; `met` [plan->n]: the slots of the plan that have a partner. */
 static void match(zs_arena *arena, const zs_arena *plan, bool *met)
 {
     size_t kept = 0;

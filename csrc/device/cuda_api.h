@@ -53,7 +53,7 @@ enum {
     ZS_CU_STREAM_NON_BLOCKING = 1, /* does not wait for the default stream nor make it wait */
     ZS_CU_EVENT_DISABLE_TIMING = 2,
     ZS_CU_STREAM_CAPTURE_STATUS_NONE = 0,
-    ZS_CU_STREAM_CAPTURE_MODE_RELAXED = 2, /* this thread may do what a capture elsewhere would forbid it */
+    ZS_CU_STREAM_CAPTURE_MODE_RELAXED = 2, /* captures on other threads do not restrict this one */
     ZS_CU_MEMHOSTALLOC_PORTABLE = 1,       /* pinned for all contexts */
 
     ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
@@ -63,7 +63,7 @@ enum {
     ZS_CU_GET_PROC_ADDRESS_LEGACY_STREAM = 1,
 };
 
-/* X(name, version, (parameters)): what has to be there; drivers of CUDA 12.0 and later have it all. */
+/* X(name, version, (parameters)): required functions; drivers of CUDA 12.0 and later have all of them. */
 #define ZS_CU_CALLS(X)                                                                                            \
     X(cuInit, 2000, (unsigned int))                                                                               \
     X(cuDriverGetVersion, 2020, (int *))                                                                          \
@@ -104,7 +104,7 @@ enum {
     X(cuEventQuery, 2000, (zs_cu_event))                                                                          \
     X(cuEventDestroy, 4000, (zs_cu_event))
 
-/* What may be missing (then NULL): this one is of CUDA 12.4. */
+/* Optional functions (NULL if missing): this one is of CUDA 12.4. */
 #define ZS_CU_OPTIONAL_CALLS(X) X(cuFuncLoad, 12040, (zs_cu_function))
 
 typedef unsigned int zs_cu_attribute;      /* CUdevice_attribute */

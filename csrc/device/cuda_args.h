@@ -1,4 +1,4 @@
-/* cuda_args.h - what kernels are given: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host
+/* cuda_args.h - arguments of kernels: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host
  * build.
  *
  * An argument block is a plain struct with a fixed layout that both sides assert, so a launch is one pointer and a
@@ -15,17 +15,17 @@
 enum {
     ZS_CUDA_BLOCK = 256,                   /* threads of a block, of all kernels */
     ZS_CUDA_LANES = 32,                    /* threads of a warp */
-    ZS_CUDA_QUAD = 16,                     /* bytes of the widest access; a pack has them in the widest array */
+    ZS_CUDA_QUAD = 16,                     /* bytes of the widest access; of a pack in the widest array */
     ZS_CUDA_NORM_PACK = 8,                 /* elements that a thread of a norm takes at a time, of any dtype */
     ZS_CUDA_SOURCES = 128,                 /* addresses that a sum can be given one by one */
     ZS_CUDA_SPACED = 64 * ZS_CUDA_SOURCES, /* sources that it can be given at equal distances */
     ZS_CUDA_STATES = 6,                    /* state tensors, as ZS_STATE_FIRST to ZS_STATE_LOW */
-    ZS_CUDA_PIECES = 46,                   /* pieces of runs that an update can be given: as many as fit */
+    ZS_CUDA_PIECES = 46,                   /* pieces of runs that an update can be given: the most that fit */
     ZS_CUDA_STEPS = 256,                   /* step counters that a kernel can be given */
 };
 
-/* How `numel` elements are shared out: `head` of them one by one, then `packs` packs that are aligned in every
- * array, then what is left one by one. */
+/* Division of `numel` elements: `head` of them one by one, then `packs` packs that are aligned in every array, then the
+ * rest one by one. */
 typedef struct zs_cuda_cut {
     int64_t numel, head, packs;
 } zs_cuda_cut;
@@ -62,7 +62,7 @@ typedef struct zs_cuda_scale_args {
     double factor;
 } zs_cuda_scale_args;
 
-/* What a norm makes of |x|, and how it adds up. */
+/* A norm's function of |x|, and its reduction. */
 enum { ZS_CUDA_ABS, ZS_CUDA_SQUARE, ZS_CUDA_MAX };
 
 /* partial[t] = what thread t found, for every thread of the grid. */
@@ -121,7 +121,7 @@ typedef struct zs_cuda_constants_args {
     uint32_t sgd;       /* the rule: SGD, not Adam */
     uint32_t first;     /* SGD: as in zs_sgd_of */
     uint32_t lr_wide;   /* float64, not float32 */
-    uint32_t step_wide; /* likewise */
+    uint32_t step_wide; /* float64, not float32 */
     int32_t n_steps;
     uint32_t unused;
     void *step[ZS_CUDA_STEPS]; /* steps done, the same number in each; all are counted up */

@@ -48,7 +48,7 @@ static void off(const char *fmt, ...)
     va_end(args);
 }
 
-/* Puts one function into the table. What the driver does not know stays NULL. */
+/* Puts one function into the table. A function that the driver lacks stays NULL. */
 static bool find(get_proc_address *get, const char *name, int version, void *field)
 {
     void *function = NULL;

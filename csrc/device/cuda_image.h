@@ -14,7 +14,7 @@ const void *zs_cuda_image(void);
 /* Its length in bytes. */
 size_t zs_cuda_image_bytes(void);
 
-/* What it was compiled for, as "sm_80 sm_90 compute_80"; "" without one. */
+/* Its targets, as "sm_80 sm_90 compute_80"; "" without an image. */
 const char *zs_cuda_image_targets(void);
 
 /* The CUDA version of the nvcc that made it, 13000 is 13.0; 0 without one. A driver of an earlier major version

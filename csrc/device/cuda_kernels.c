@@ -16,8 +16,7 @@
 #include "device/cuda_image.h"
 #include "device/cuda_launch.h"
 
-/* A norm is taken by at most so many threads, of at least so many elements, whatever the GPU; each fold leaves a
- * 64th. */
+/* On every GPU, a norm takes at most so many threads of at least so many elements; each fold leaves a 64th. */
 enum { NORM_THREADS = 1 << 17, NORM_EACH = 4 * ZS_CUDA_NORM_PACK, FOLD_BY = 64 };
 
 static struct {
@@ -85,8 +84,8 @@ static zs_status load_image(zs_cu_library *library)
                    info.version % 1000 / 10);
 }
 
-/* Finds every kernel and makes it resident: what is loaded at its first launch may wait for the device, which may
- * wait for a peer, which waits for that launch. */
+/* Finds every kernel and makes it resident: a kernel loaded at its first launch may wait for the device, which may wait
+ * for a peer, which waits for that launch. */
 static zs_status find_kernels(zs_cu_library library)
 {
     for (int i = 0; i < ZS_KERNEL_COUNT; i++) {

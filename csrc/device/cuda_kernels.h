@@ -29,7 +29,7 @@ zs_status zs_cuda_sum(const zs_sum *sum, void *stream);
  * src are the same range or do not overlap. */
 zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream);
 
-/* zs_device_scale. If `device_factor` is not NULL, the factor is what it holds when the kernel runs. */
+/* zs_device_scale. If `device_factor` is not NULL, the factor is its value when the kernel runs. */
 zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream);
 
 /* zs_wire_encode (base/wire.h) for `numel` numbers. */

@@ -1,4 +1,4 @@
-/* cuda_launch.h - what queues kernels: their numbers, and how elements are shared out to threads. Between
+/* cuda_launch.h - launches of kernels: their numbers, and the division of elements among threads. Shared by
  * cuda_kernels.c and cuda_update.c.
  */
 #ifndef ZS_CUDA_LAUNCH_H
@@ -15,7 +15,7 @@ enum {
     ZS_CUDA_RULES = 4, /* 2 * zs_rule + full */
 };
 
-/* Where the numbers of each kind of kernel begin. */
+/* The first number of each kind of kernel. */
 enum {
     ZS_KERNEL_SUM = 0, /* + DTYPES * to + from */
     ZS_KERNEL_CAST = ZS_KERNEL_SUM + ZS_CUDA_DTYPES * ZS_CUDA_DTYPES,

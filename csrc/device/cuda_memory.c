@@ -1,9 +1,8 @@
 /* cuda_memory.c - memory of a GPU, and pinned memory of its host: the functions of device.h.
  *
- * It is torch's, so torch's statistics see it, and what is freed goes to tensors. Memory goes back in the order of the
- * compute stream: other streams' work on it comes first. A failure at that is ignored, as the process may be ending,
- * and an earlier failure that is being returned stays on record.
- See device_cuda.h. */
+ * It is torch's, so torch's statistics include it, and tensors can use freed memory. Memory goes back in the order of
+ * the compute stream: other streams' work on it comes first. A failure at that is ignored, as the process may be
+ * ending, and an earlier failure that is being returned stays on record. See device_cuda.h. */
 #include "device/device_cuda.h"
 
 #include "device/cuda_driver.h"
@@ -29,7 +28,7 @@ static void free_driver(zs_mem *mem)
     ZS_CU_FREE(cuMemFree, (zs_cu_ptr)(uintptr_t)mem->ptr); /* waits for the GPU */
 }
 
-/* Has a block made for memory that has just been taken. */
+/* Makes a block for memory that has just been taken. */
 static zs_status wrap(zs_mem taken, zs_mem **out)
 {
     zs_status status = zs_mem_wrap(taken.ptr, taken.bytes, taken.destroy, taken.owner, out);

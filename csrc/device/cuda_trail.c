@@ -1,9 +1,9 @@
 /* cuda_trail.c - a model's passes in several streams of torch's: see zs_trail in device.h.
  *
  * Slots, buckets and the forks of side streams know one compute stream. So where torch's current stream is another one
- * than at the model's last hook, it first waits for what that one has been given: nothing else has to know. A stream
- * that a script made may be destroyed by its next pass, so the end of a pass is kept as an event, and the stream is not
- * touched again.
+ * than at the model's last hook, it first waits for that one's work: nothing else has to know. A stream that a script
+ * made may be destroyed by its next pass, so the end of a pass is kept as an event, and the stream is not touched
+ * again.
  */
 #include "device/device_cuda.h"
 
@@ -26,7 +26,7 @@ static zs_status wait_for(const zs_trail *trail, zs_cu_stream now)
     return captured == trail->captured ? ZS_CU(cuStreamWaitEvent, now, trail->event, 0) : ZS_OK;
 }
 
-/* The event comes to stand for all that the trail's stream has been given. */
+/* Records the event after all work of the trail's stream. */
 static zs_status mark(zs_trail *trail)
 {
     ZS_TRY(is_captured(trail->stream, &trail->captured));
@@ -48,7 +48,7 @@ zs_status zs_cuda_trail_follow(zs_trail *trail, zs_cu_stream now)
     return ZS_OK;
 }
 
-/* What is captured ends with its capture: no later pass may wait for it. */
+/* Captured work ends with its capture: no later pass may wait for it. */
 zs_status zs_cuda_trail_end_pass(zs_trail *trail, zs_cu_stream now)
 {
     ZS_TRY(zs_cuda_trail_follow(trail, now));

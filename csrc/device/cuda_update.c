@@ -1,7 +1,7 @@
 /* cuda_update.c - optimizer steps on a GPU: see cuda_kernels.h.
  *
  * Tensors are many and may be small, and each launch begins and ends with a GPU that is not full. So a launch takes a
- * table of as many pieces of runs as its arguments have room for, and each block finds the piece that it belongs to.
+ * table with all the pieces of runs that fit into its arguments, and each block finds its piece.
  */
 #include "device/cuda_kernels.h"
 #include "device/cuda_launch.h"
@@ -41,7 +41,7 @@ static bool alike(const zs_run *a, const zs_run *b)
            (a->state[ZS_STATE_LOW] == NULL) == (b->state[ZS_STATE_LOW] == NULL);
 }
 
-/* What the rule needs, in the precision of the run. */
+/* Sets the rule's constants, in the precision of the run. */
 static void set_rule(zs_cuda_update_args *args, zs_rule rule, const zs_run *run)
 {
     const zs_constants *k = run->constants;
@@ -76,7 +76,7 @@ static zs_status flush(draft *batch)
     return status;
 }
 
-/* How the elements of a piece are shared out, and blocks for them: by groups, there are ZS_GROUP threads for each. */
+/* Divides the elements of a piece, and returns the blocks for them: by groups, there are ZS_GROUP threads for each. */
 static int64_t share_out(const zs_run *run, zs_cuda_piece *piece, int64_t numel)
 {
     const size_t item = zs_dtype_size(run->dtype);

@@ -9,7 +9,7 @@ static zs_status cpu_mem_new(const zs_device *device, size_t bytes, zs_mem **out
     return zs_mem_new_private(bytes, out);
 }
 
-/* From this size on malloc maps each block anew, in small pages; huge ones take a tenth of the time to fault. */
+/* From this size on malloc maps each block separately, in small pages; huge ones take a tenth of the time to fault. */
 enum { MAPPED_ANYWAY = 32 << 20 };
 
 static zs_status cpu_mem_lend(const zs_device *device, size_t bytes, zs_mem **out)

@@ -1,11 +1,12 @@
-/* device.h - where flat memory lies, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling, copies.
+/* device.h - a device with flat memory, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling,
+ * copies.
  *
  * One table for each kind of device, so that units, schedule and optimizers are the same code on all of them. On the
  * CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a stream: a queue
- * whose work runs in order, while the host continues; what a stream needs of another one it has to wait for by
- * zs_device_fork and zs_device_join. The host waits only where a function's comment says so.
+ * whose work runs in order, while the host continues; a stream that needs another one's results waits by zs_device_fork
+ * or zs_device_join. The host waits only where a function's comment says so.
  *
- * Every sum over ranks is taken here, in fp32 (fp64 for fp64), in rank order, whatever the wire dtype, so that all
+ * Every sum over ranks is taken here, in fp32 (fp64 for fp64), in rank order, for every wire dtype, so that all
  * transports and all runs give the same bits.
  */
 #ifndef ZS_DEVICE_H
@@ -75,11 +76,11 @@ enum { ZS_NORM_ROOM = (1 << 17) + (1 << 11) + (1 << 5) };
 
 typedef struct zs_device zs_device;
 
-/* Where the work that a model has queued in the compute stream has come to. */
+/* The end of the work that a model has queued in the compute stream. */
 typedef struct zs_trail {
     void *stream, *event; /* event NULL: nothing yet */
     bool open;            /* a pass is under way in `stream` */
-    bool pending;         /* the event stands for the end of the last pass */
+    bool pending;         /* the event is the end of the last pass */
     bool captured;        /* the event was recorded in a capture */
 } zs_trail;
 
@@ -140,7 +141,7 @@ static inline zs_status zs_device_mem_lend(const zs_device *device, size_t bytes
     return device->ops->mem_lend(device, bytes, out);
 }
 
-/* Copies bytes within the device, or between it and host memory: what is read of the host is read before it returns. */
+/* Copies bytes within the device, or between it and host memory: host memory is read before it returns. */
 static inline zs_status zs_device_copy(const zs_device *device, zs_stream stream, void *dst, const void *src,
                                        size_t bytes)
 {
@@ -197,7 +198,7 @@ static inline zs_status zs_device_scale_by(const zs_device *device, const zs_num
     return x->numel > 0 ? device->ops->scale_by(device, x, factor) : ZS_OK;
 }
 
-/* Is what is queued in the compute stream now captured in a CUDA graph, and not done? */
+/* Is work queued in the compute stream now captured in a CUDA graph, and not done? */
 static inline zs_status zs_device_capturing(const zs_device *device, bool *out)
 {
     *out = false;
@@ -217,13 +218,13 @@ static inline zs_status zs_device_same(const zs_device *device, const void *a, c
     return device->ops->same(device, a, b, bytes, out);
 }
 
-/* What is queued in `stream` from now on comes after all that is queued in the compute stream now. */
+/* Later work in `stream` comes after all work that the compute stream has now. */
 static inline zs_status zs_device_fork(const zs_device *device, zs_stream stream)
 {
     return device->ops->queues && stream != ZS_STREAM_COMPUTE ? device->ops->fork(device, stream) : ZS_OK;
 }
 
-/* What is queued in the compute stream from now on comes after all that is queued in `stream` now. */
+/* Later work in the compute stream comes after all work that `stream` has now. */
 static inline zs_status zs_device_join(const zs_device *device, zs_stream stream)
 {
     return device->ops->queues && stream != ZS_STREAM_COMPUTE ? device->ops->join(device, stream) : ZS_OK;
@@ -235,9 +236,8 @@ static inline zs_status zs_device_wait(const zs_device *device)
     return device->ops->queues ? device->ops->wait(device) : ZS_OK;
 }
 
-/* A script may run parts of a pass in several streams of torch's, and autograd then runs their backward there. What
- * is queued in the compute stream from now on comes after what the model's hooks have queued so far, whichever
- * stream that was then. */
+/* A script may run parts of a pass in several streams of torch's, and autograd then runs their backward there. Later
+ * work in the compute stream comes after all work of the model's hooks so far, in any compute stream. */
 static inline zs_status zs_device_follow(const zs_device *device, zs_trail *trail)
 {
     return device->ops->queues ? device->ops->follow(device, trail, false) : ZS_OK;
@@ -249,7 +249,7 @@ static inline zs_status zs_device_end_pass(const zs_device *device, zs_trail *tr
     return device->ops->queues ? device->ops->follow(device, trail, true) : ZS_OK;
 }
 
-/* Frees what the trail has. */
+/* Frees the trail's event. */
 static inline void zs_device_end_trail(const zs_device *device, zs_trail *trail)
 {
     if (device->ops->queues) device->ops->end_trail(trail);

@@ -1,8 +1,8 @@
 /* device_cpu.c - the CPU's loops of device.h.
  *
- * Memory is the limit, so every byte passes once: a sum reads all its sources side by side.
- * Whatever the number of threads and wherever the cuts fall, an element takes the same operations in the same order;
- * norms are cut into parts that depend on the length alone. So the bits are the same on every run.
+ * Memory is the limit, so every byte passes once: a sum reads all its sources side by side. With any number of threads
+ * and any cuts, an element takes the same operations in the same order; norms are cut into parts that depend on the
+ * length alone. So the bits are the same on every run.
  */
 #include "device/device.h"
 
@@ -178,7 +178,7 @@ static const void *sum_host(const zs_sum *sum, int first, int64_t at, int64_t n,
     return part;
 }
 
-/* Host by host, then the hosts' sums: what a transport gives that sums within hosts first. */
+/* Host by host, then the hosts' sums: the result of a transport that sums within hosts first. */
 static void sum_hosts(void *ctx, int64_t begin, int64_t end)
 {
     const zs_sum *sum = ctx;
@@ -280,7 +280,7 @@ void zs_cpu_cast(const zs_cast *cast)
 /* Parallel accumulators of a loop: the compiler may not reorder a sum, so the source already has it in lanes. */
 enum { LANES = 32 };
 
-/* A norm is taken in at most so many parts, of at least so many elements, whatever the number of threads. */
+/* With any number of threads, a norm is taken in at most so many parts of at least so many elements. */
 enum { PARTS = 256, SMALLEST_PART = 1024 };
 
 typedef double norm_loop(const void *x, int64_t n);

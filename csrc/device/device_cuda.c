@@ -16,9 +16,9 @@ typedef struct cuda_device {
     zs_cu_stream streams[ZS_STREAMS]; /* [ZS_STREAM_COMPUTE]: not used */
     zs_cu_event forks[ZS_STREAMS], joins[ZS_STREAMS];
     atomic_bool busy[ZS_STREAMS]; /* given work since they were last joined */
-    pthread_mutex_t lock;         /* of what follows */
+    pthread_mutex_t lock;         /* of the rest */
     double *scratch;              /* device memory for norms: ZS_CUDA_NORM_SCRATCH, and the result; NULL: not yet */
-    double *number;               /* pinned host memory for what comes back */
+    double *number;               /* pinned host memory for results */
 } cuda_device;
 
 static cuda_device *of(const zs_device *device)
@@ -76,8 +76,8 @@ bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event)
     return done;
 }
 
-/* A wait is for what the event stands for when it is queued, so one event for each direction can be recorded again
- * at once. */
+/* A wait is for the event's record at the time of queueing, so one event per direction can be recorded again at
+ * once. */
 static zs_status cuda_fork(const zs_device *device, zs_stream stream)
 {
     ZS_TRY(zs_device_cuda_record(device, ZS_STREAM_COMPUTE, of(device)->forks[stream]));
@@ -111,8 +111,8 @@ static zs_status refuse_capture(zs_cu_stream handle, const char *what)
         what);
 }
 
-/* A stream that is not in the capture that the compute stream is in has nothing in it that could be waited for: what
- * was queued there before has been joined by the session that queued it. */
+/* A stream outside of the compute stream's capture holds no work to wait for: the session that queued earlier work has
+ * joined it. */
 static zs_status cuda_join(const zs_device *device, zs_stream stream)
 {
     bool capturing = false, both = true;
@@ -368,7 +368,7 @@ static zs_status make_device(int index, bool on_host, cuda_device **out)
     if (status == ZS_OK)
         *out = self;
     else
-        free(self); /* with what it has: the driver is of no use */
+        free(self); /* without its streams: the driver is of no use */
     return status;
 }
 

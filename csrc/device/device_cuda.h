@@ -1,7 +1,7 @@
 /* device_cuda.h - GPUs as devices of the core: see device.h.
  *
- * Each of the device's streams is a CUDA stream. The compute stream is whatever is torch's current one on the
- * calling thread; the others are our own, of high priority, which wait for it, and it for them, by events on the GPU.
+ * Each of the device's streams is a CUDA stream. The compute stream is torch's current one on the calling thread; the
+ * others are our own, of high priority, which wait for it, and it for them, by events on the GPU.
  */
 #ifndef ZS_DEVICE_CUDA_H
 #define ZS_DEVICE_CUDA_H
@@ -24,13 +24,13 @@ zs_status zs_device_cuda_event_new(const zs_device *device, zs_cu_event *out);
 /* Frees it; NULL allowed. */
 void zs_device_cuda_event_free(zs_cu_event event);
 
-/* Records it in a stream. / What is queued in a stream from now on comes after what it was recorded behind. */
+/* Records it in a stream. / Later work in a stream comes after the work that the event was recorded behind. */
 zs_status zs_device_cuda_record(const zs_device *device, zs_stream stream, zs_cu_event event);
 zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_event event);
 
 /* Has an event passed? For a thread that only polls: its capture mode becomes relaxed for good, as a query in the
- * default mode would invalidate whatever another thread captures. True if the driver cannot tell, and no record: other
- * calls report its failures. */
+ * default mode would invalidate another thread's capture. True if the driver cannot tell, and no record: other calls
+ * report its failures. */
 bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event);
 
 /* --- cuda_trail.c ------------------------------------------------------------------------------------------------- */

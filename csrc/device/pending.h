@@ -1,7 +1,7 @@
-/* pending.h - a factor that a block of gradients is yet to be multiplied by.
+/* pending.h - a pending factor of a block of gradients.
  *
  * Clipping multiplies all gradients by one number, which reads and writes all of them. Instead the number is kept with
- * the block, and an optimizer's step multiplies what it reads. Everything else settles the block first: all code that
+ * the block, and an optimizer's step multiplies as it reads. Everything else settles the block first: all code that
  * reads gradients calls one of these functions.
  */
 #ifndef ZS_PENDING_H
@@ -11,8 +11,8 @@
 
 #include "base/memory.h"
 
-/* The block, float32 in the host's memory, is to be multiplied by `factor`, not 0. If it has a factor already, and one
- * of the two is a power of two, their product waits: it gives the same bits, but for products below 2^-126. */
+/* Gives the block, float32 in the host's memory, the pending factor `factor`, not 0. If it has a factor already, and
+ * one of the two is a power of two, their product waits: it gives the same bits, but for products below 2^-126. */
 void zs_pending_set(zs_mem *mem, float factor);
 
 /* k if the factor is 2^-k and k >= 0; else -1. */

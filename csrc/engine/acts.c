@@ -20,7 +20,7 @@
 /* Frees what zero_grad() has not, as a script held a gradient then. */
 static void drop_grads(zs_engine *engine)
 {
-    (void)zs_context_captured(&engine->context); /* the graph will write to those that are there */
+    (void)zs_context_captured(&engine->context); /* the graph will write to the existing ones */
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_grad_memory_drop(zs_engine_unit(engine, i));
 }
@@ -57,7 +57,7 @@ static zs_status join_streams(const zs_ranks *ranks)
     return ZS_OK;
 }
 
-/* Between passes, what is borrowed in one is free for activations. */
+/* Between passes, memory that a pass borrows is free for activations. */
 static void rest(zs_engine *engine)
 {
     if (!zs_context_device(&engine->context)->ops->queues || zs_context_captured(&engine->context)) return;
@@ -89,7 +89,7 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 
 /* --- a pass begins ------------------------------------------------------------------------------------------------ */
 
-/* What is gathered for the secondary shards is gathered for this pass. */
+/* A gather for the secondary shards serves this pass. */
 static zs_status renew_secondary(const zs_engine *engine, const zs_reading *reading)
 {
     zs_comm *replica_group = engine->context.ranks.replica_group;

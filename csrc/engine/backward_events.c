@@ -57,7 +57,7 @@ static zs_status check_whole(const zs_unit *unit, int64_t i, const zs_grad_info 
     return used_outside(unit, i, "the shard of ");
 }
 
-/* What is reduced is another gradient than the one that autograd has recorded. */
+/* The reduced gradient is not the one that autograd has recorded. */
 static zs_status refuse_recorded(const zs_unit *unit, int64_t i)
 {
     if (!zs_grad_mode() || unit->record.is.fixed) return ZS_OK;
@@ -92,7 +92,7 @@ static zs_status hook_param(zs_unit *unit, int64_t i)
 
 /* --- the end ------------------------------------------------------------------------------------------------------ */
 
-/* What a backward has raised, and when, for the peers; but not that they differ, which they find as well. */
+/* Publishes the error of a backward, and when it was raised; but not a divergence, which the peers find as well. */
 static void tell_failure(zs_engine *engine, const char *when)
 {
     static const char known[] = "DivergenceError";
@@ -104,7 +104,7 @@ static void tell_failure(zs_engine *engine, const char *when)
 }
 
 /* A backward has raised. Cleans up at once what needs no peer, so that a zero_grad() that follows works;
- * zs_engine_settle tells the peers, before this rank does anything else with its parameters. */
+ * zs_engine_settle reports it to the peers, before any other use of this rank's parameters. */
 static void abandon_backward(zs_engine *engine)
 {
     zs_schedule *schedule = &engine->context.schedule;
@@ -176,8 +176,8 @@ zs_status zs_engine_settle(zs_engine *engine)
     return zs_schedule_settle(&engine->context.schedule);
 }
 
-/* Within a forward (greedy training steps one layer there, then trains the next), all ranks end what they read
- * before any of them writes. */
+/* Within a forward (greedy training steps one layer there, then trains the next), all ranks end their reads before any
+ * of them writes. */
 static zs_status begin_to_write(zs_engine *engine)
 {
     zs_schedule *schedule = &engine->context.schedule;

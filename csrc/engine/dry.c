@@ -84,11 +84,11 @@ static zs_status borrow_slot(zs_dry_unit *it, int f)
     zs_dry *dry = it->dry;
     size_t bytes = zs_flat_full_bytes_as(&it->unit->flats[f], false);
     if (it->record.is.replicated) return zs_arena_take_own(dry->slots, bytes, &it->slots[f]);
-    /* Where peers' shards are mapped, that mapping is the full buffer. */
+    /* If peers' shards are mapped, the mapping is the full buffer. */
     return dry->schedule.gathers_cost ? zs_arena_take(dry->slots, bytes, &it->slots[f]) : ZS_OK;
 }
 
-/* Borrows what a flat's codes are in until it is bound. */
+/* Borrows memory for a flat's codes until it is bound. */
 static zs_status borrow_codes(zs_dry_unit *it, int f)
 {
     const zs_flat *flat = &it->unit->flats[f];

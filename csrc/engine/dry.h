@@ -10,7 +10,7 @@
 
 typedef struct zs_dry zs_dry;
 
-/* What a step does. The first two are the script's, the others are the schedule's. */
+/* Acts of a step. The first two are the script's, the others are the schedule's. */
 typedef enum zs_dry_act {
     ZS_DRY_FORWARD,  /* the forward reaches a call of the plan */
     ZS_DRY_BACKWARD, /* the backward reaches it */
@@ -72,7 +72,7 @@ zs_status zs_dry_note(zs_dry *dry, zs_dry_act act, size_t at);
 /* The peak of borrowed bytes: slots, areas, buckets. */
 size_t zs_dry_bytes(const zs_dry *dry);
 
-/* Frees what a dry run owns. */
+/* Frees a dry run. */
 void zs_dry_free(zs_dry *dry);
 
 #endif

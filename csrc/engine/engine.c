@@ -1,4 +1,4 @@
-/* engine.c - what an engine has: its units and their order, memory, buffers. See engine.h. */
+/* engine.c - the parts of an engine: its units and their order, memory, buffers. See engine.h. */
 #include "base/tree.h"
 #include "engine/engine_inside.h"
 
@@ -13,7 +13,7 @@
 
 /* --- birth, death, list of units ---------------------------------------------------------------------------------- */
 
-/* Those that have the same part of what is kept must have the same place among their near ranks. */
+/* Ranks of a replica group must have the same place in their shard groups. */
 static zs_status check_mesh(const zs_ranks *ranks)
 {
     if (ranks->replica_group == NULL) return ZS_OK;

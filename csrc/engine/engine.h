@@ -18,7 +18,7 @@
 #include "unit/unit.h"
 #include <stdint.h>
 
-/* What this process has counted so far, or between two steps. */
+/* Counts of this process so far, or between two steps. */
 typedef struct zs_counts {
     int64_t time, waited; /* nanoseconds; waits as in profile.h; a time of 0: none yet */
     zs_traffic traffic;
@@ -27,7 +27,7 @@ typedef struct zs_counts {
 struct zs_call;
 struct zs_dry_events;
 
-/* How many units ahead to gather. */
+/* Number of units to gather ahead. */
 typedef struct zs_prefetch {
     int ahead[2]; /* gathers that may be in flight, by zs_phase; 0: none */
 } zs_prefetch;
@@ -76,12 +76,12 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params);
 
 /* Adds the gradients of `n_leaves` backwards of all ranks together in the order of base/tree.h, and divides the sum by
- * as many; before units are created, the same on all ranks. Then no_sync() has no effect. ZS_ERR_VALUE for fewer than
- * ranks. */
+ * `n_leaves`; before units are created, the same on all ranks. Then no_sync() has no effect. ZS_ERR_VALUE for fewer
+ * leaves than ranks. */
 zs_status zs_engine_add_leaves(zs_engine *engine, int n_leaves);
 
-/* The next micro-batch of a step begins, with one backward. ZS_ERR_STATE if a parameter has a .grad, to which that
- * would add. / Has it ended? */
+/* The next micro-batch of a step begins, with one backward. ZS_ERR_STATE if a parameter has a .grad, as the sum would
+ * be added to it. / Has it ended? */
 zs_status zs_engine_begin_leaf(zs_engine *engine);
 bool zs_engine_leaf_is_done(const zs_engine *engine);
 
@@ -132,18 +132,18 @@ size_t zs_engine_n_open(const zs_engine *engine);
  * (KeyboardInterrupt, SystemExit). No-op if they have ended. Reports the first failure after ending all. */
 zs_status zs_engine_unwind(zs_engine *engine, size_t n_open);
 
-/* If a backward has raised here: tells the peers that this rank's gradients will not come, completes the rounds, and
- * waits until no peer reads this rank's shards. Otherwise a no-op. */
+/* If a backward has raised here: reports to the peers that this rank's gradients will not come, completes the rounds,
+ * and waits until no peer reads this rank's shards. Otherwise a no-op. */
 zs_status zs_engine_settle(zs_engine *engine);
 
 /* Before / after writing parameters (a step, a load): settles, waits until no peer reads the shards, and keeps readers
- * out until the end. A forward around it is interrupted meanwhile, which is a meeting of all ranks. The next pass ends
- * a write, too; write_end without one is a no-op. */
+ * out until the end. A forward around it is interrupted meanwhile, which is a collective. The next pass also ends a
+ * write; write_end without one is a no-op. */
 zs_status zs_engine_write_begin(zs_engine *engine);
 zs_status zs_engine_write_end(zs_engine *engine);
 
-/* What was counted between the last two optimizer steps; of several steps after one backward the first counts. false:
- * there were no two. */
+/* Counts between the last two optimizer steps; of several steps after one backward, the first is used. false: there
+ * were no two. */
 bool zs_engine_pace(const zs_engine *engine, zs_counts *between);
 
 /* zs_engine_write_begin for an optimizer's step, or at the end of its closure. ZS_ERR_STATE if .grad holds a failed
@@ -186,7 +186,7 @@ zs_status zs_engine_reserve(zs_engine *engine);
  * in backward). */
 zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out);
 
-/* Predicts what a training step does (dry.h): free out->list, also after a failure. */
+/* Predicts the acts of a training step (dry.h): free out->list, also after a failure. */
 zs_status zs_engine_predict_events(const zs_engine *engine, struct zs_dry_events *out);
 
 /* Predicts the most memory mappings that the units and a step add to this process where ranks map each other's memory.

@@ -23,8 +23,8 @@ typedef struct zs_history {
     uint64_t window;       /* the number of backwards in which all ranks communicated, plus one */
     zs_fingerprint agreed; /* all ranks' fingerprint in the last of those */
     /* Since then: optimizer steps; digests of their settings, summed; the step count in the last one's state; which
-     * kinds of in-place operations have written to parameters and to gradients, as bits; digests of what was drawn
-     * for parameters, summed; and which of those the peers have been told of. */
+     * kinds of in-place operations have written to parameters and to gradients, as bits; digests of random draws into
+     * parameters, summed; and the ones already published. */
     uint64_t steps, settings, counts, writes, grads, draws, told_writes, told_grads, told_draws;
     /* The last load of all parameters since then; a digest of later loads, and their number of parameters; the number
      * of the load, for zs_param.loaded_in. */
@@ -47,7 +47,7 @@ struct zs_engine {
     const zs_engine_hooks *hooks;
     zs_reader *reader; /* owned */
     bool reading;      /* a reader session is open */
-    size_t held;       /* sessions opened by hand: what a script reads in them must not change */
+    size_t held;       /* sessions opened by hand: parameters must not change in them */
     bool spoiled;      /* a failed backward left gradients that must not be used */
     zs_history history;
     zs_pace pace;

@@ -1,8 +1,8 @@
-/* entries.c - where a backward enters the forwards of units.
+/* entries.c - finds the nodes at which a backward enters the forwards of units.
  *
  * Before a backward, zshard searches its graph for edges that lead into a forward's nodes (graph_ranges.h). The node
- * behind such an edge gets a hook that unshards the unit. So it does not matter how a result left the forward.
- See engine.h. */
+ * behind such an edge gets a hook that unshards the unit. So it does not matter how a result left the forward. See
+ * engine.h. */
 #include "engine/engine.h"
 
 #include "engine/engine_inside.h"

@@ -110,7 +110,7 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
 
 /* --- forwards ----------------------------------------------------------------------------------------------------- */
 
-/* Refuses a checkpoint around the full model, whose backward runs within another: each would end, and step, by itself.
+/* Refuses a checkpoint around the full model, whose backward runs within another: each would end, and step, alone.
  */
 static zs_status check_outside(const zs_unit *unit)
 {
@@ -226,7 +226,7 @@ zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
     bool counts = zs_recording_runs(zs_engine_of(unit)) == NULL || zs_recording_counts(unit);
     if (zs_unit_is_full(unit) && counts) return ZS_OK;
     ZS_TRY(unshard_for_read(unit));
-    zs_unit_show_full(unit, false); /* the guard is asked about the next one, too */
+    zs_unit_show_full(unit, false); /* the guard is also asked about the next one */
     return counts ? ZS_OK : zs_recording_read(unit);
 }
 

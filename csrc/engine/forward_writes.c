@@ -1,17 +1,16 @@
 /* forward_writes.c - scripts that write to a unit's shards within a forward, as MoCo's momentum update and SwAV's
  * normalized prototypes do.
  *
- * Peers may read this rank's shards in place. Two barriers separate reads of the old values from reads of the new
- * ones: one before the first write, and one before the unit is gathered again or the forward ends. Where no peer maps
- * the shards, the gathers themselves keep the order.
- See engine.h. */
+ * Peers may read this rank's shards in place. Two barriers separate reads of the old values from reads of the new ones:
+ * one before the first write, and one before the unit is gathered again or the forward ends. Where no peer maps the
+ * shards, the gathers themselves keep the order. See engine.h. */
 #include "engine/engine.h"
 
 #include "engine/engine_inside.h"
 #include "engine/recording.h"
 #include "unit/unit.h"
 
-/* All ranks come here: whatever their code does before has been done, and nothing that follows. */
+/* A barrier: all ranks have run the code before it, and none after it. */
 static zs_status meet(const zs_unit *unit)
 {
     zs_comm *shard_group = unit->context->ranks.shard_group;

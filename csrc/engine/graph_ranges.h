@@ -1,4 +1,4 @@
-/* graph_ranges.h - which nodes of autograd's graph were created in which forward of which unit.
+/* graph_ranges.h - finds the unit and the forward in which a node of autograd's graph was created.
  *
  * Each thread numbers the nodes that it creates in ascending order. So a forward's nodes are those from the number at
  * its begin up to the number at its end, however its results left it; nested forwards lie within. A backward that

@@ -35,7 +35,7 @@ static uint64_t n_params(const zs_engine *engine)
     return n;
 }
 
-/* What has been done to parameters before counts no more. */
+/* Earlier changes to parameters no longer count. */
 static void complete_load(zs_history *history)
 {
     history->full_load = zs_fold(1, history->loads);
@@ -43,7 +43,7 @@ static void complete_load(zs_history *history)
     history->load_number++;
     history->steps = history->settings = history->writes = history->told_writes = 0;
     history->draws = history->told_draws = 0;
-    history->grads = history->told_grads = 0; /* which are those of what has been replaced */
+    history->grads = history->told_grads = 0; /* the gradients of replaced parameters */
 }
 
 static bool is_replicated(const zs_engine *engine)
@@ -54,8 +54,8 @@ static bool is_replicated(const zs_engine *engine)
     return all;
 }
 
-/* Where every rank has the full model, a script may load on one rank and broadcast, as under DDP: then a load matters
- * only as the repair of a divergence. */
+/* If every rank has the full model, a script may load on one rank and broadcast, as under DDP: then a load matters only
+ * as the repair of a divergence. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 {
     zs_engine *engine = zs_engine_of(unit);
@@ -178,7 +178,7 @@ void zs_engine_publish_settings(zs_engine *engine, const char *lines)
     publish(engine, ZS_ON_SETTINGS, lines);
 }
 
-/* What the ranks had in common in this backward's rounds; what came after that, in users' hooks, is left. */
+/* Drops the history that all ranks had in this backward's rounds, and keeps later events, of users' hooks. */
 static void agree(zs_engine *engine)
 {
     zs_history *history = &engine->history;

@@ -4,9 +4,9 @@
  * continue with the mixture. So each rank keeps a fingerprint of such events (zs_fingerprint). Ranks compare them where
  * they communicate anyway: before a forward (zs_comm_publish_fingerprint), and in each round of gradients (reduce.c).
  *
- *   event    | what is recorded
+ *   event    | record
  *   step     | the count, and a digest of the optimizers' settings, since the last backward
- *   load     | each parameter's last load. Loading all of a model's parameters clears what came before: a full load
+ *   load     | each parameter's last load. Loading all of a model's parameters clears earlier events: a full load
  *            | repairs a divergence.
  *   freezing | the parameters that the last training forward or backward found frozen
  *   write    | the kinds of in-place operations on shards of parameters, and of gradients. Not how often: scripts may
@@ -52,7 +52,7 @@ void zs_engine_publish_settings(zs_engine *engine, const char *lines);
 /* Have all ranks done the same? Collective; otherwise ZS_ERR_DIVERGED on all. */
 zs_status zs_engine_compare(zs_engine *engine);
 
-/* Before communication: publishes what is new to the peers. */
+/* Before communication: publishes new events to the peers. */
 void zs_history_publish(zs_engine *engine);
 
 /* A backward has ended; `good`: without failures. */

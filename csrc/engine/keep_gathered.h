@@ -1,10 +1,10 @@
 /* keep_gathered.h - units that stay gathered from forward to backward, because there is memory to spare.
  *
- * Where a gather costs time, backward gathers again what forward freed. Each unit that stays gathered saves as many
- * bytes of traffic as it takes of memory, so what counts is for how long. The last units of a forward are the first of
- * backward: so those stay, the last one first, within a budget.
+ * If a gather costs time, backward gathers again the units that forward freed. Each unit that stays gathered saves one
+ * byte of traffic per byte of memory, so units differ only in how long they stay. The last units of a forward are the
+ * first of backward: so those stay, the last one first, within a budget.
  *
- * The budget is equal on all ranks, so ranks decide the same at the same time, whatever else they run.
+ * The budget is equal on all ranks, so all ranks make the same decisions at the same time.
  */
 #ifndef ZS_KEEP_GATHERED_H
 #define ZS_KEEP_GATHERED_H

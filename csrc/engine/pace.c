@@ -1,4 +1,4 @@
-/* pace.c - what a trace shows of a backward, and the counts between optimizer steps. See engine_inside.h. */
+/* pace.c - a backward's ranges in a trace, and the counts between optimizer steps. See engine_inside.h. */
 
 #include "base/clock.h"
 #include "engine/engine_inside.h"

@@ -2,12 +2,11 @@
  *
  * User code may take any time between the two, so it gets a copy, not a view of shards that their owners may write to
  * next. No session stays open, and no peer waits. Writes to the copy can be kept at the end: each rank takes its shard
- * of them.
- See engine.h. */
+ * of them. See engine.h. */
 
 #include "engine/engine.h"
 
-/* The full buffer is to be of the parameters' own dtype, or of the one that is computed with. */
+/* Chooses the full buffer's dtype: the parameters' own, or the compute dtype. */
 static zs_status choose_dtype(zs_unit *unit, bool exact)
 {
     bool lowered = zs_unit_is_mixed(unit);
@@ -42,7 +41,7 @@ zs_status zs_engine_dismiss(zs_unit *unit)
 
 zs_status zs_pin(zs_unit *unit, bool exact)
 {
-    if (unit->record.pinned) return choose_dtype(unit, exact); /* is it what is asked for? */
+    if (unit->record.pinned) return choose_dtype(unit, exact); /* is it of the requested dtype? */
     ZS_TRY(zs_engine_summon(unit, exact));
     zs_schedule_pin(&unit->record);
     zs_pinned_begin();

@@ -32,7 +32,7 @@ static bool wants(const zs_unit *unit, int64_t i)
     return unit->flats[unit->params[i].flat].trainable;
 }
 
-/* Reserves what wrapping used: the buffer in which values came from rank 0, one parameter after the other. */
+/* Reserves the buffer that wrapping used, in which values came from rank 0, one parameter after the other. */
 static zs_status share_values(planner *p)
 {
     zs_dry *dry = &p->dry;

@@ -1,4 +1,4 @@
-/* plan.h - how much shared memory a step of a model takes: slots, buckets, and the transport's areas.
+/* plan.h - plans the shared memory of a step of a model: slots, buckets, and the transport's areas.
  *
  * The schedule decides which unit borrows what, and until when. So a plan runs the schedule on sizes instead of memory
  * (dry.h), through forwards and backwards of the modules in their order, until they need no more. A run in another
@@ -23,7 +23,7 @@ typedef struct zs_call {
     int64_t what;
 } zs_call;
 
-/* What a plan is made from. */
+/* The input of a plan. */
 typedef struct zs_plan_spec {
     zs_unit *const *units; /* [n_units] in the model's order */
     size_t n_units;
@@ -31,13 +31,13 @@ typedef struct zs_plan_spec {
     size_t n_calls;
     int ahead[2];          /* see zs_schedule */
     bool stepped;          /* as if all units were stepped in backward */
-    zs_dry_events *events; /* borrowed; gets what one training step does, after those before it; NULL: not kept */
+    zs_dry_events *events; /* borrowed; gets the acts of one training step, after earlier ones; NULL: not kept */
 } zs_plan_spec;
 
-/* What a step reserves; sizes only. */
+/* Memory that a step reserves; sizes only. */
 typedef struct zs_plan {
     zs_arena *slots; /* owned */
-    zs_arena *areas; /* owned: what the transport of all ranks has in use at a time */
+    zs_arena *areas; /* owned: memory that the transport of all ranks uses at a time */
     size_t *buckets; /* [n_buckets] bytes asked for; owned */
     size_t n_buckets;
 } zs_plan;
@@ -45,7 +45,7 @@ typedef struct zs_plan {
 /* Fills `plan` for units of `context`. Free with zs_plan_free, also after a failure. */
 zs_status zs_plan_make(const zs_context *context, const zs_plan_spec *spec, zs_plan *plan);
 
-/* Frees what a plan owns; a zeroed plan is allowed. */
+/* Frees a plan; a zeroed one is allowed. */
 void zs_plan_free(zs_plan *plan);
 
 #endif

@@ -1,4 +1,4 @@
-/* position.c - how far this process has come, for messages. See engine.h. */
+/* position.c - the progress of this process, for messages. See engine.h. */
 #include "engine/engine.h"
 
 #include "engine/engine_inside.h"

@@ -1,4 +1,4 @@
-/* reserve.c - an engine's memory: what it reserves before the first step, and the prediction.
+/* reserve.c - an engine's memory: the reservation before the first step, and the prediction.
  *
  * The arena and the pool are sized by a plan of a step (plan.h), so the prediction matches the memory. Untouched
  * address space costs nothing: reserving early is free.
@@ -12,8 +12,8 @@
 
 /* --- reserving ---------------------------------------------------------------------------------------------------- */
 
-/* Writes the calls of a forward to `out`, and where a reader's forward ends, what was read in it; returns how many
- * there are. Nothing is written if `out` is NULL. */
+/* Writes the calls of a forward to `out`, and at the end of a reader's forward, the units read in it; returns their
+ * number. Writes nothing if `out` is NULL. */
 static size_t list_calls(const zs_engine *engine, zs_call *out)
 {
     const size_t n_units = zs_engine_n_units(engine);
@@ -34,7 +34,7 @@ static size_t list_calls(const zs_engine *engine, zs_call *out)
     return n;
 }
 
-/* `events`: NULL, or where to keep what a step does. */
+/* `events`: NULL, or the list for the acts of a step. */
 static zs_status make_plan(const zs_engine *engine, bool stepped, zs_dry_events *events, zs_plan *plan)
 {
     size_t n_calls = list_calls(engine, NULL);

@@ -1,4 +1,4 @@
-/* unit_life.c - birth and death of a unit: which flat a parameter goes to, and what is made of it. See unit.h. */
+/* unit_life.c - birth and death of a unit: the flat of each parameter, and the unit's memory. See unit.h. */
 #define _GNU_SOURCE /* strdup */
 #include "unit/unit.h"
 
@@ -84,7 +84,7 @@ void zs_unit_release(void *unit)
 
 /* --- which flat each parameter goes to ---------------------------------------------------------------------------- */
 
-/* `device`: where the unit will be, NULL: wherever its parameters are. */
+/* `device`: the unit's device, NULL: that of its parameters. */
 static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, int64_t i, const zs_tensor_info *info)
 {
     const char *name = spec->names[i];
@@ -121,15 +121,14 @@ static bool is_lowered(const zs_unit_spec *spec, int64_t i, const zs_tensor_info
     return info->dtype != ZS_BYTES && !(spec->keep != NULL && spec->keep[i]);
 }
 
-/* In which dtype a parameter is computed with, and its gradient sent: in its own, where that `keeps` it. */
+/* Dtypes of a parameter's computation and of its gradient on the wire; `keeps`: the parameter's own on the wire. */
 static zs_precision precision_of(bool keeps, const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
 {
     zs_precision own = {info->dtype, info->dtype};
     if (!is_lowered(spec, i, info)) return own;
     if (spec->precision.compute != ZS_BYTES) own.compute = own.wire = spec->precision.compute;
     if (spec->precision.wire != ZS_BYTES) own.wire = spec->precision.wire;
-    /* What is shared of a sum is the sum itself, not what it would be after another rounding; nor are sums of leaves
-     * rounded again before they are complete. */
+    /* Sums are shared without another rounding, and sums of leaves are not rounded before they are complete. */
     if (keeps) own.wire = info->dtype;
     return own;
 }

@@ -44,7 +44,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
         if (!offloads->params) bytes.shards += zs_unit_shard_bytes(zs_engine_unit(engine, i));
         bytes.grads += gradients_of(zs_engine_unit(engine, i));
         if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
-        if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
+        if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call are adjacent */
         bytes.kept += zs_unit_secondary_bytes(zs_engine_unit(engine, i));
         bytes.slots += zs_pinned_bytes(zs_engine_unit(engine, i));
     }
@@ -52,7 +52,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     return bytes;
 }
 
-/* Sets what a step changes, except for gradients. */
+/* Sets the numbers that change within a step, except for gradients. */
 static void see_use(const zs_engine *engine, zs_engine_shown *shown)
 {
     size_t lent = zs_arena_lent_bytes(engine->context.arena);
@@ -75,7 +75,7 @@ static void show(zs_engine *engine, const zs_engine_shown *now)
         model->name, (unsigned long long)model->number);
 }
 
-/* Takes over what the unit's gradients take now. */
+/* Updates the bytes of the unit's gradients. */
 static void see_grads(zs_unit *unit, zs_engine_shown *shown)
 {
     shown->parts.grads -= unit->shown_grads;

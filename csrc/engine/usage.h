@@ -22,14 +22,14 @@ zs_engine_bytes zs_engine_peak(zs_engine *engine);
 /* Updates the peak; call after memory may have grown. */
 void zs_engine_note_peak(zs_engine *engine);
 
-/* What a trace has last shown: slots and buckets that are in use, and the bytes of those that are not. */
+/* The last values in a trace: slots and buckets in use, and the bytes of idle ones. */
 typedef struct zs_engine_shown {
     size_t in_trace; /* the number of the trace; 0: none */
     zs_engine_bytes parts;
     size_t idle, pinned; /* of the slots: those of units that were unsharded by hand */
 } zs_engine_shown;
 
-/* Has the trace that runs, if any, show the memory as it is now, which asks each unit. */
+/* Writes the current memory to the running trace, if any; this asks each unit. */
 void zs_engine_trace_memory(zs_engine *engine);
 
 /* The same after this unit was gathered, resharded or reduced, which asks this one. */

@@ -8,7 +8,7 @@
 /* A pass begins, which ends a write that raised. */
 void zs_writing_over(zs_engine *engine);
 
-/* What has begun is an optimizer's step. */
+/* The write that has begun is an optimizer's step. */
 void zs_writing_steps(zs_engine *engine);
 
 /* Fails within an optimizer's step: to read or load in one of its hooks would end its right to write, while peers read

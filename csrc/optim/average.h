@@ -1,7 +1,7 @@
 /* average.h - moving averages of parameters, all of a model's in one pass.
  *
- * A parameter may have several averages, of one decay each. A run is read once for all of them. An average is of
- * float64 if the parameter is, else of float32, whatever the parameter's precision.
+ * A parameter may have several averages, of one decay each. A run is read once for all of them. The average of a
+ * float64 parameter is float64, all others are float32.
  */
 #ifndef ZS_AVERAGE_H
 #define ZS_AVERAGE_H
@@ -18,7 +18,7 @@ typedef struct zs_averaged {
     zs_dtype dtype; /* the parameter's: not ZS_BYTES */
 } zs_averaged;
 
-/* What a pass goes over. */
+/* The input of a pass. */
 typedef struct zs_averaging {
     zs_averaged *runs; /* [n_runs] borrowed */
     int64_t n_runs;

@@ -3,8 +3,8 @@
  *
  * gcc makes vectors of the loops of compact.h too, but a group's exponents and scales then take as long as its
  * elements. Here a block of groups is stepped at a time, their exponents and scales are one vector (of the first
- * moments, then of the second), and codes are packed where they are 16 bits. The integers of one block run beside the
- * divisions of the next. Operations on floats are compact.h's in its order: the bits are the same.
+ * moments, then of the second), and codes are packed where they are 16 bits. The integer operations of one block run in
+ * parallel with the divisions of the next. Operations on floats are compact.h's in its order: the bits are the same.
  */
 #define VECTORS (ZS_GROUP / LANES) /* of a group */
 #define GROUPS (LANES / 2)         /* of a block */
@@ -107,7 +107,7 @@ LANED_FN void LANED(encode_first)(const LANED(block) * block, int g, words offse
     LANED(store_8)((int8_t *)block->at.first + g * ZS_GROUP, codes);
 }
 
-/* Likewise of the second moments. */
+/* The same for the second moments. */
 LANED_FN void LANED(encode_second)(const LANED(block) * block, int g, words offset)
 {
     const uint16_t least = (uint16_t)(ZS_SECOND_LEAST >> 16);
@@ -160,7 +160,7 @@ LANED_FN void LANED(scales_in)(const zs_group *at, words largest, float *scales)
     memcpy(at->scales[1], kept + GROUPS, GROUPS);
 }
 
-/* Asks for what lies ZS_AHEAD elements behind group g. */
+/* Prefetches the memory ZS_AHEAD elements behind group g. */
 LANED_FN void LANED(prefetch)(const zs_group *at, int kind, int g)
 {
     const int item = kind == ZS_IN_F32 ? 4 : 2, j = g * ZS_GROUP + ZS_AHEAD;

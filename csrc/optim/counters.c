@@ -1,9 +1,8 @@
-/* counters.c - which counters on a device hold the same number, without reading them.
+/* counters.c - finds counters on a device that hold the same number, without reading them.
  *
  * Counters that began equal, and that every step has counted all together or not at all, are equal. A step that leaves
- * some out separates them for good. CUDA graphs repeat steps unseen by the host, but a graph repeats what was found
- * when it was captured, so it separates no counters anew.
- See optim_plan.h. */
+ * some out separates them for good. CUDA graphs repeat steps unseen by the host, but a graph repeats its captured
+ * state, so it separates no further counters. See optim_plan.h. */
 #include "optim/optim_plan.h"
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* kept_area.c - a kept area: its room, the record of a step, and whether what a process finds there is sound. See
+/* kept_area.c - a kept area: its room, the record of a step, and the checks of a process that opens it. See
  * kept_area.h.
  */
 #include "optim/kept_area.h"
@@ -7,7 +7,7 @@
 #include "base/simd.h"
 #include "optim/optim.h"
 
-#define MAGIC UINT64_C(0x3130747065736b7a) /* the format's version, too */
+#define MAGIC UINT64_C(0x3130747065736b7a) /* also the format's version */
 
 static const char *const NAMES[ZS_KEPT_MEMORIES] = {
     "parameter",
@@ -146,7 +146,7 @@ static zs_status record_run(const zs_kept_parts *at, zs_kept_head *head, const z
     return ZS_OK;
 }
 
-/* As many as there is room for; fewer where that does not pay. */
+/* All that there is room for; fewer if the step is small. */
 static int64_t workers_for(const zs_kept_head *head)
 {
     const int64_t pay = head->n_chunks / ((int64_t)sizeof(float) * ZS_UPDATE_GRAIN / ZS_KEPT_PARAMS) + 1;

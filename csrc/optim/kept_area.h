@@ -33,14 +33,14 @@ enum {
     ZS_KEPT_UNDO = 4096,  /* a chunk of any kind fits */
 };
 
-/* Where memory lies in a file. */
+/* A place in a file. */
 typedef struct zs_kept_place {
     uint64_t offset;
     uint32_t file;
     uint32_t used; /* 0: the run has no such memory */
 } zs_kept_place;
 
-/* A run as the record has it. */
+/* A run in the record. */
 typedef struct zs_kept_run {
     zs_kept_place places[ZS_KEPT_MEMORIES];
     zs_constants constants;
@@ -50,7 +50,7 @@ typedef struct zs_kept_run {
     uint32_t rule, full, form, dtype, dithered;
 } zs_kept_run;
 
-/* What an area begins with. */
+/* The head of an area. */
 typedef struct zs_kept_head {
     uint64_t magic;
     uint64_t run_bytes; /* of a zs_kept_run: another build's may differ */
@@ -61,8 +61,8 @@ typedef struct zs_kept_head {
     uint64_t step;   /* 0: no record */
 } zs_kept_head;
 
-/* What a worker, one of the threads of a step, leaves for a process that continues. `done`: twice the number of its
- * chunks that are updated, and 1 more if it has the next one in hand, which is in `undo` as it was. */
+/* The state of a worker (a thread of a step) for a process that continues. `done`: twice the number of its updated
+ * chunks, plus 1 while it updates the next one, whose old contents are in `undo`. */
 typedef struct zs_kept_worker {
     uint64_t done;
     char padding[ZS_KEPT_LINE - sizeof(uint64_t)];
@@ -76,7 +76,7 @@ typedef struct zs_kept_parts {
     zs_kept_worker *workers;
 } zs_kept_parts;
 
-/* Ranges, and where the last one was found: runs follow each other there, too. */
+/* Files, and the range of the last hit: successive runs lie in successive places. */
 typedef struct zs_kept_finder {
     const zs_kept_files *files;
     int64_t last;
@@ -105,7 +105,7 @@ static inline int64_t zs_kept_chunk(zs_dtype dtype)
     return ZS_KEPT_PARAMS / (int64_t)zs_dtype_size(dtype);
 }
 
-/* How many chunks `numel` elements have. */
+/* Number of chunks for `numel` elements. */
 static inline int64_t zs_kept_n_chunks(int64_t numel, zs_dtype dtype)
 {
     return (numel - 1) / zs_kept_chunk(dtype) + 1;

@@ -35,7 +35,7 @@ typedef struct opened {
 
 /* --- undo --------------------------------------------------------------------------------------------------------- */
 
-/* Copies what the update overwrites of a piece to the undo slot, or back. */
+/* Copies the memory that the update of a piece overwrites to the undo slot, or back. */
 static void copy_undo(const opened *of, piece one, char *undo, bool back)
 {
     for (int i = 0; i < of->n; i++) {
@@ -50,8 +50,8 @@ static void copy_undo(const opened *of, piece one, char *undo, bool back)
 }
 
 /* Copies a whole chunk to the slot, of `n` memories of the parameter's dtype: a line of each in turn, as the update
- * reads them. This is what waits for memory, and it asks for what comes two chunks later: memory is never idle while a
- * chunk is updated, and a step is faster than the plain one. */
+ * reads them. This waits for memory, and prefetches the chunk after the next: memory is never idle while a chunk is
+ * updated, and a step is faster than the plain one. */
 #define COPY_AHEAD(name, target, fused, n)                                                            \
     target static void name(const opened *of, piece one, char *undo)                                  \
     {                                                                                                 \
@@ -118,7 +118,7 @@ static void update_chunk(const opened *of, int64_t index, zs_kept_worker *at)
     const piece one = {from, left > of->chunk ? from + of->chunk : of->run.numel};
     const uint64_t done = at->done / 2;
     if (at->done % 2 != 0) {
-        copy_undo(of, one, at->undo, true); /* a killed process had it in hand, and now this one has */
+        copy_undo(of, one, at->undo, true); /* a killed process was updating it, and now this one is */
     } else {
         save(of, one, at->undo);
         ZS_KEPT_MARK(&at->done, 2 * done + 1);
@@ -127,7 +127,7 @@ static void update_chunk(const opened *of, int64_t index, zs_kept_worker *at)
     ZS_KEPT_MARK(&at->done, 2 * (done + 1));
 }
 
-/* What the workers share. */
+/* Shared by the workers. */
 typedef struct crew {
     const zs_kept_parts *at;
     const zs_kept_files *files;

@@ -88,7 +88,7 @@ static bool keeps(const zs_optim *plan, int state)
     }
 }
 
-/* Moments in 8 bits have exponents beside them. */
+/* Moments in 8 bits have separate exponents. */
 static zs_form form_of(const zs_optim *plan, const zs_member *member)
 {
     if (!plan->compact) return ZS_FORM_PLAIN;
@@ -401,7 +401,7 @@ static zs_status queue_updates(const zs_optim *plan)
     return ZS_OK;
 }
 
-/* What the loops read and write of a run, each byte once. */
+/* Bytes of a run that the loops read and write, each once. */
 static uint64_t bytes_of(const zs_run *run)
 {
     uint64_t bytes = 3 * (uint64_t)run->numel * zs_dtype_size(run->dtype); /* the parameter twice, the gradient */

@@ -1,8 +1,8 @@
 /* optim.h - one optimizer step over a group of parameters in one call.
  *
- * A plan keeps handles to the parameters and their state tensors. At each step it finds where they and their gradients
- * lie now, joins what is adjacent in memory into runs, and sends the threads over all runs at once, cut by elements and
- * not by parameters. Looking changes nothing; only when all is known to be in order is anything written.
+ * A plan keeps handles to the parameters and their state tensors. At each step it looks up the current places of these
+ * and of gradients, joins adjacent memory into runs, and sends the threads over all runs at once, cut by elements and
+ * not by parameters. Looking changes nothing; a step writes only after all checks have passed.
  */
 #ifndef ZS_OPTIM_H
 #define ZS_OPTIM_H
@@ -28,13 +28,13 @@ typedef struct zs_member {
                       * all ranks; -1: not known */
 } zs_member;
 
-/* What a step does with a member. */
+/* A step's action on a member. */
 typedef enum zs_verdict {
     ZS_MEMBER_IDLE,  /* has no gradient: left alone */
     ZS_MEMBER_TAKEN, /* updated */
     /* could be taken but lacks state that the rule needs, or its number: make a new plan with it */
     ZS_MEMBER_STATELESS,
-    ZS_MEMBER_FOREIGN, /* not plain dense CPU memory of one floating dtype: somebody else must update it */
+    ZS_MEMBER_FOREIGN, /* not plain dense CPU memory of one floating dtype: the caller must update it */
 } zs_verdict;
 
 /* New plan for at most `capacity` members. `compact`: state is in 8 bits or in float32, as each member's tensors are;
@@ -54,7 +54,7 @@ void zs_optim_add(zs_optim *plan, const zs_member *member);
  * member that is FOREIGN or on the CPU. Both are borrowed until the step is done. */
 zs_status zs_optim_prepare(zs_optim *plan, const zs_hyper *hyper, const zs_live *live);
 
-/* What zs_optim_prepare found of member `index`. */
+/* Verdict of zs_optim_prepare on member `index`. */
 zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
 
 /* Does the step for all members that were found TAKEN: counts `step`, updates, raises the parameters' versions. Only
@@ -62,11 +62,11 @@ zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
  * (ZS_ERR_SYSTEM), and then half-way. */
 zs_status zs_optim_step(zs_optim *plan);
 
-/* What zs_optim_step does besides updating: counts `step`, raises the parameters' versions. */
+/* zs_optim_step without the update: counts `step`, raises the parameters' versions. */
 void zs_optim_count(zs_optim *plan);
 
 /* Looks at all members once more, with the hyperparameters of zs_optim_prepare: gradients may have been multiplied
- * since by what was pending. ZS_ERR_STATE if they have changed otherwise. */
+ * since by a pending factor. ZS_ERR_STATE if they have changed otherwise. */
 zs_status zs_optim_look_again(zs_optim *plan);
 
 /* The update of the prepared runs of the host, and how many they are. Borrowed: until the plan is prepared again.
@@ -85,22 +85,22 @@ typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);
 /* The loop for this run (of any dtype but ZS_BYTES) on this machine. `full`: Adam with amsgrad, SGD with momentum. */
 zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 
-/* Likewise for a run of float32 or bfloat16 whose form is not PLAIN. `begin` begins a group. */
+/* The same for a run of float32 or bfloat16 whose form is not PLAIN. `begin` begins a group. */
 zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run);
 
 /* Steps the whole blocks of groups in [begin, end) by AdamW, where this machine has vectors for it (optim_lanes.c).
  * Returns where it stopped; the rest is left to the caller. */
 int64_t zs_adam_blocks(const zs_run *run, int64_t begin, int64_t end);
 
-/* Has `loop`, the run's, update elements [from, to) of it, from the begin of a group on. If the run is dithered, stops
- * wherever the upper half of the elements' numbers changes. */
+/* Updates elements [from, to) of the run by its `loop`; `from` begins a group. If the run is dithered, cuts the range
+ * where the upper half of the elements' numbers changes. */
 void zs_update_range(zs_run_loop *loop, const zs_run *run, int64_t from, int64_t to);
 
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { ZS_UPDATE_GRAIN = 1 << 15 };
 
-/* What a thread does that is given elements [begin, end) of a run. Threads with neighbouring ranges divide them where
- * it suits the loops, not far from there; both may lie outside of the run. */
+/* A thread's share of the work, nominally elements [begin, end) of a run. Neighboring ranges are divided at the nearest
+ * boundary that suits the loops; both ends may lie outside of the run. */
 void zs_update_part(const zs_update_job *job, int64_t begin, int64_t end);
 
 /* Updates a run, some of whose memory lies on a disk: piece by piece, each borrowed from the pager (zs_pager_lend).

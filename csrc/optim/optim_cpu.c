@@ -1,9 +1,9 @@
 /* optim_cpu.c - the loops of optim.h on the CPU: each rule, for each dtype, for each instruction set.
  *
- * A loop is loads, one rule of update.h, stores. 28 bytes pass per element of AdamW, so memory sets the
- * speed if the compiler vectorises, and it does: no branch depends on an element. float16 and bfloat16 are updated in
- * float, with parameter and state rounded when stored, as torch's fused optimizers do: to nearest, or if the run is
- * dithered, at random, with bits of their own for each tensor.
+ * A loop is loads, one rule of update.h, stores. 28 bytes pass per element of AdamW, so memory sets the speed if the
+ * compiler vectorises, and it does: no branch depends on an element. float16 and bfloat16 are updated in float, with
+ * parameter and state rounded when stored, as torch's fused optimizers do: to nearest, or if the run is dithered, at
+ * random, with separate bits for each tensor.
  */
 #include "base/simd.h"
 #include "optim/optim.h"
@@ -14,8 +14,7 @@
 typedef float real_f32;
 typedef double real_f64;
 
-/* How a result is stored, given 16 random bits. Where a rule does not ask for them, the compiler drops what makes
- * them. */
+/* Stores a result, given 16 random bits. If a rule does not use them, the compiler drops their computation. */
 #define STORE_SAME(x, noise) ((void)(noise), (x))
 #define STORE_BF16(x, noise) ((void)(noise), zs_to_bf16(x))
 #define STORE_F16(x, noise) ((void)(noise), zs_to_f16(x))
@@ -103,11 +102,11 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run)
     return loops[rule][full][run->dithered ? (int)DITHERED : (int)run->dtype][zs_isa_best()];
 }
 
-/* Threads' ranges end at multiples of this from the start of a run: whole groups, vectors and cache lines, whatever the
+/* Threads' ranges end at multiples of this from the start of a run: whole groups, vectors and cache lines of every
  * dtype. */
 enum { CUT = ZS_GROUP };
 
-/* Where a cut at element `at` of a run of `numel` elements is really made: at the next multiple of CUT. */
+/* The cut at element `at` of a run of `numel` elements, moved to the next multiple of CUT. */
 static int64_t cut(int64_t at, int64_t numel)
 {
     if (at <= 0) return 0;

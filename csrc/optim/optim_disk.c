@@ -1,17 +1,17 @@
 /* optim_disk.c - a run of optim.h some of whose memory lies on a disk.
  *
- * A piece of the parameter and of its state is borrowed (pager.h), the loops run over what was lent, and it is given
- * back; while one piece is worked on, the pager reads those that follow and writes those that came before.
+ * A piece of the parameter and of its state is borrowed (pager.h), the loops run over it, and it is returned; during
+ * the work on one piece, the pager reads the next ones and writes the previous ones.
  */
 #include "device/device.h"
 #include "optim/optim.h"
 #include "pager/pager.h"
 
-/* Elements of a run that are in use at a time where memory lies on a disk: long enough for its full speed. The last
- * piece takes what is left, if that is not much more. */
+/* Elements of a run on disk that are in use at a time: enough for the disk's full speed. The last piece takes the rest,
+ * if that is not much more. */
 enum { PIECE = 2 << 20 };
 
-/* Elements of a run, and a run of their own for them: where they are worked on. */
+/* Elements of a run, and a separate run for the place of the work on them. */
 typedef struct loan {
     zs_update_job job; /* of `at` */
     zs_run at;

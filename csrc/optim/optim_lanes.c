@@ -8,7 +8,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* How many elements ahead a step prefetches: without it, a step over main memory takes a quarter longer. */
+/* Elements that a step prefetches ahead: without it, a step over main memory takes a quarter longer. */
 enum { ZS_AHEAD = 1024 };
 
 /* Each instruction set defines these, as far as its instructions differ. from_...: loads a vector, widened to 32 bits.

@@ -1,8 +1,8 @@
 /* optim_live.c - steps that a CUDA graph can repeat: see optim.h's zs_live.
  *
- * Nothing that changes from step to step may pass through the host. Counters, learning rate and found_inf are read
- * where they lie; what the host needs to know, which members have the same constants, follows from which were stepped
- * with whom (counters.c).
+ * Nothing that changes from step to step may pass through the host. Counters, learning rate and found_inf are read in
+ * place. The host only needs to know which members have the same constants; that follows from which were stepped
+ * together (counters.c).
  */
 #include "optim/optim_plan.h"
 

@@ -1,6 +1,6 @@
 /* optim_plan.h - the inside of a plan: optim.c, and optim_live.c for capturable steps.
  *
- * What the plan found lies beside what it was made of, so that a step decides nothing.
+ * A plan keeps its findings next to its input, so that a step decides nothing.
  */
 #ifndef ZS_OPTIM_PLAN_H
 #define ZS_OPTIM_PLAN_H
@@ -38,7 +38,7 @@ struct zs_optim {
     void **counters;            /* [capacity] owned: their step_data, of some of them */
     int64_t *slots;      /* [capacity + 1] owned: which constants kin (SGD: old and new momentum) have now; -1: none */
     zs_hyper hyper;      /* of this step, if it is capturable */
-    const zs_live *live; /* likewise, borrowed; NULL: it is not */
+    const zs_live *live; /* of this step, borrowed; NULL: it is not capturable */
     const zs_device *live_device; /* where that step is; NULL: no member takes part */
     bool full;                    /* amsgrad or momentum at this step */
     bool dithered;                /* bfloat16 is rounded stochastically at this step */
@@ -46,14 +46,14 @@ struct zs_optim {
 
 /* --- capturable steps (optim_live.c) ------------------------------------------------------------------------------ */
 
-/* Refuses what would have to be read or updated on the host, and finds out whose counters are equal. */
+/* Refuses members that the host would have to read or update, and finds equal counters. */
 zs_status zs_live_check(zs_optim *plan);
 
 /* The constants for this member and those that have counted the same steps: made on the device, before it is
  * updated. */
 const zs_constants *zs_live_constants(zs_optim *plan, int64_t member);
 
-/* Has the constants made that the runs will read, and the steps counted that they are of. */
+/* Makes the constants that the runs will read, and counts their steps, on the device. */
 zs_status zs_live_queue_constants(const zs_optim *plan);
 
 /* A step that is not capturable: refuses to be captured, where a graph would repeat its number. */

@@ -1,5 +1,5 @@
-/* pager.c - see pager.h. What is done to pages is in pager_io.c and pager_direct.c, by whom in pager_threads.c, here
- * is when. */
+/* pager.c - see pager.h. Decides when to move pages; pager_io.c and pager_direct.c move them, on the threads of
+ * pager_threads.c. */
 #include "pager/pager.h"
 
 #include "base/file.h"
@@ -78,7 +78,7 @@ void zs_pager_remove(const char *ptr)
         zs_pager.mapped -= bytes_of(map);
         zs_pager_drop_map(&zs_pager.tables, map);
     }
-    if (zs_pager.tables.n_maps == 0) zs_pager.write_errno = 0; /* what was lost has no user any more */
+    if (zs_pager.tables.n_maps == 0) zs_pager.write_errno = 0; /* lost data has no user any more */
     atomic_store(&n_maps_now, (int)zs_pager.tables.n_maps);
     pthread_cond_broadcast(&zs_pager.changed);
     pthread_mutex_unlock(&zs_pager.lock);
@@ -95,7 +95,7 @@ void zs_pager_set_limit(size_t bytes)
 
 /* --- the way of a step -------------------------------------------------------------------------------------------- */
 
-/* Has what comes next fetched, as far as there is room: half of it, the other is for what is in use and on its way
+/* Queues fetches of the next ranges within half of the room; the other half is for ranges in use and on their way
  * out. */
 static void look_ahead(void)
 {
@@ -117,7 +117,7 @@ static void look_ahead(void)
     }
 }
 
-/* Has all that is lent and not in use written, and forgotten. */
+/* Writes and forgets all lent ranges that are not in use. */
 static void finish_lent(void)
 {
     for (zs_pager_range *r = zs_pager.queue.first, *next; r != NULL; r = next) {
@@ -161,7 +161,7 @@ static void bring_in(zs_pager_range *r)
 {
     if (r->state == IDLE) take_idle(r);
     if (r->state == COLD) zs_pager_enqueue(r, true);
-    if (r->state == QUEUED) { /* ahead of what is fetched for later */
+    if (r->state == QUEUED) { /* ahead of fetches for later */
         zs_pager_take_off(&zs_pager.queue, r);
         zs_pager_prepend(&zs_pager.queue, r);
     }
@@ -248,7 +248,7 @@ void zs_pager_zero(const void *ptr, size_t bytes)
 
 /* --- lending ------------------------------------------------------------------------------------------------------ */
 
-/* The range to be lent; NULL: none. Where all of what is on disk may stay in memory, that saves more. */
+/* The range to be lent; NULL: none. Nothing is lent if all memory on disk may stay resident, which saves more. */
 static zs_pager_range *to_lend(const void *ptr, size_t bytes)
 {
     if (zs_pager.windows == 0 || zs_pager.mapped <= zs_pager.limit) return NULL;

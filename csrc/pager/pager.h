@@ -1,4 +1,4 @@
-/* pager.h - which pages of disk-backed memory are resident: fetched ahead of use, written behind, dropped.
+/* pager.h - keeps pages of disk-backed memory resident: fetches ahead of use, writes behind, drops.
  *
  * The mapping is correct without the pager. The pager only avoids page faults and bounds resident memory. Users of a
  * range call it before (want) and after (done). Training steps repeat, so the pager learns which range follows which
@@ -27,22 +27,22 @@ typedef struct zs_pager_map {
     int own;         /* which part this rank writes to */
     const int *fds;  /* [n_parts] borrowed for as long as the mapping is known */
     uint64_t offset; /* of the region in each file */
-    int direct;      /* fds[own]'s file, opened for direct I/O; -1: its file system has none. Borrowed likewise */
+    int direct;      /* fds[own]'s file, opened for direct I/O; -1: its file system has none. Borrowed as long */
 } zs_pager_map;
 
-/* Has the pager know a mapping; ZS_ERR_MEMORY. */
+/* Registers a mapping; ZS_ERR_MEMORY. */
 zs_status zs_pager_add(const zs_pager_map *map);
 
 /* Forgets the mapping at `ptr`; nothing is done with its pages when this has returned. */
 void zs_pager_remove(const char *ptr);
 
-/* How many bytes of all mappings together may be resident, beyond what is in use. */
+/* Sets the bytes of all mappings together that may be resident, beyond ranges in use. */
 void zs_pager_set_limit(size_t bytes);
 
 /* Is there memory on disk at all? Cheap. */
 bool zs_pager_active(void);
 
-/* What is done with a range. */
+/* The use of a range. */
 typedef enum zs_pager_use { ZS_PAGER_READ, ZS_PAGER_WRITE } zs_pager_use;
 
 /* Waits until the pages of [ptr, ptr + bytes) are there; they stay until zs_pager_done of the same range. No-op for
@@ -62,8 +62,7 @@ zs_status zs_pager_lend(void *ptr, size_t bytes, void **at);
 /* The work is done; `changed`: and has to be written. */
 void zs_pager_give_back(void *ptr, size_t bytes, bool changed);
 
-/* A step begins: ranges may be lent, and may be fetched ahead for it. Whoever writes to them otherwise does so
- * before. */
+/* A step begins: ranges may be lent, and may be fetched ahead for it. Other writes to them must come before. */
 void zs_pager_open(void);
 
 /* It has ended: waits until all that was lent is written, so that the mapping shows it, on all ranks. ZS_ERR_SYSTEM

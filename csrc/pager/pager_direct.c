@@ -97,7 +97,7 @@ typedef struct place {
     off_t offset;
 } place;
 
-/* All of a place by one descriptor; what has been moved comes off its front. */
+/* Moves all of a place by one descriptor; moved bytes come off its front. */
 static int move(int fd, place *what, bool out)
 {
     while (what->bytes > 0) {

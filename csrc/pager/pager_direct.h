@@ -1,4 +1,4 @@
-/* pager_direct.h - the way past the page cache: a range's bytes in a buffer of their own, moved by direct I/O.
+/* pager_direct.h - the way past the page cache: a range's bytes in a separate buffer, moved by direct I/O.
  *
  * None of these takes the pager's lock; each may wait for the disk.
  */
@@ -11,22 +11,22 @@
  * A forked child has none of them. */
 char *zs_pager_buffer_take(const char *ptr, size_t bytes);
 
-/* Gives back what _take gave for the same range; NULL allowed. A few stay for the next ones. */
+/* Returns a buffer that _take gave for the same range; NULL allowed. A few stay for the next ones. */
 void zs_pager_buffer_give(char *buffer, const char *ptr, size_t bytes);
 
 /* Those go too. */
 void zs_pager_buffers_free(void);
 
-/* Where in its buffer a range's first byte lies: as far into a page as in the mapping. */
+/* A range's first byte in its buffer: at the same offset in a page as in the mapping. */
 char *zs_pager_in_buffer(char *buffer, const char *ptr);
 
-/* Reads a range of this rank's part into its buffer: what somebody else has just read from the page cache, all else
- * from the disk. The mapping's last word, in both ways. 0 or an errno. */
+/* Reads a range of this rank's part into its buffer: pages in the page cache from there, all others from the disk. Both
+ * give the mapping's latest bytes. 0 or an errno. */
 int zs_pager_fill(const zs_pager_map *map, const char *ptr, size_t bytes, char *buffer);
 
-/* Writes the range from its buffer, and no other byte; the mapping then shows it, on all ranks. Nobody may write to
- * the mapping of the file meanwhile: a page in the cache may be part of a larger piece that the kernel keeps as one,
- * and would write as one. */
+/* Writes the range from its buffer, and no other byte; the mapping then shows it, on all ranks. No thread may write to
+ * the mapping of the file meanwhile: a page in the cache may be part of a larger piece that the kernel would write as
+ * one. */
 int zs_pager_send(const zs_pager_map *map, const char *ptr, size_t bytes, char *buffer);
 
 #endif

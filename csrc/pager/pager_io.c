@@ -19,7 +19,7 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-enum { AT_ONCE = 512 << 10 }; /* bytes that any disk takes in one request: advice is followed as far as that */
+enum { AT_ONCE = 512 << 10 }; /* bytes that any disk takes in one request: the kernel follows advice up to that size */
 
 /* A piece of a range in one rank's file. */
 typedef struct piece {
@@ -55,8 +55,8 @@ static pages own(const char *ptr, size_t bytes)
     return (pages){down(ptr + ZS_PAGE - 1), down(ptr + bytes)};
 }
 
-/* Has all of it read at once. Page faults would have the kernel read around them, as far as the disk's read_ahead_kb
- * says: what has just been dropped, and what is just being written past the cache. */
+/* Reads all of it at once. On page faults, the kernel would read around them, up to the disk's read_ahead_kb: pages
+ * just dropped, and pages being written past the cache. */
 static void begin_reading(const zs_pager_map *map, const pages *all)
 {
     for (const char *at = all->begin; at < all->end;) {

@@ -31,7 +31,7 @@ void zs_pager_take_off(zs_pager_list *list, zs_pager_range *r)
 
 /* --- mappings ----------------------------------------------------------------------------------------------------- */
 
-/* How many mappings begin at or before the address. */
+/* Number of mappings that begin at or before the address. */
 static size_t maps_up_to(const zs_pager_tables *tables, const char *ptr)
 {
     size_t low = 0, high = tables->n_maps;

@@ -1,7 +1,7 @@
-/* pager_ranges.h - what the pager knows of mappings and ranges, without locks or threads: tables, lists, and ways.
+/* pager_ranges.h - the pager's records of mappings and ranges, without locks or threads: tables, lists, and ways.
  *
- * A range is what somebody wanted once, known by where it begins and how long it is. Ranges of one mapping may
- * overlap; that costs at worst a page that is fetched again.
+ * A range was wanted once; its begin and length identify it. Ranges of one mapping may overlap; that costs at worst a
+ * page that is fetched again.
  */
 #ifndef ZS_PAGER_RANGES_H
 #define ZS_PAGER_RANGES_H
@@ -78,7 +78,7 @@ bool zs_pager_overlaps_used(const zs_pager_tables *tables, const zs_pager_range 
  * at all, or soon? */
 bool zs_pager_overlaps_lent(const zs_pager_tables *tables, const zs_pager_range *r, bool any);
 
-/* Is there a lent range that overlaps this one, in whatever state? */
+/* Is there a lent range in any state that overlaps this one? */
 bool zs_pager_is_lent_at_times(const zs_pager_tables *tables, const zs_pager_range *r);
 
 /* Any range of a mapping, NULL if there is none / takes it out of all tables and frees it. */
@@ -88,7 +88,7 @@ void zs_pager_drop_range(zs_pager_tables *tables, zs_pager_range *r);
 /* Notes that `r` was wanted now. */
 void zs_pager_learn(zs_pager_tables *tables, zs_pager_range *r);
 
-/* What was wanted last time after `before` and then `r`; NULL if that is not known. */
+/* The range wanted last time after `before` and then `r`; NULL if that is not known. */
 zs_pager_range *zs_pager_next(const zs_pager_range *before, const zs_pager_range *r);
 
 #endif

@@ -52,7 +52,7 @@ static bool crowded(void)
     return zs_pager.resident > zs_pager.limit && zs_pager.idle.first != NULL;
 }
 
-/* Has the bytes of a range read; no lock is held. The errno, or 0. */
+/* Reads the bytes of a range; no lock is held. The errno, or 0. */
 static int fetch(zs_pager_range *r, bool write)
 {
     if (!r->lent) return zs_pager_fetch(r->map, r->ptr, r->bytes, write);
@@ -83,7 +83,7 @@ static void *read_thread(void *unused)
     return NULL;
 }
 
-/* The range whose pages are to be sent to the disk next. */
+/* The next range to write to the disk. */
 static zs_pager_range *dirty_one(void)
 {
     for (zs_pager_range *r = zs_pager.idle.first; r != NULL; r = r->later)
@@ -146,7 +146,7 @@ static void *write_thread(void *unused)
     return NULL;
 }
 
-/* One that no signal of the process goes to. */
+/* Starts a thread that gets no signals of the process. */
 static zs_status start_thread(void *(*run)(void *))
 {
     sigset_t all, before;

@@ -1,7 +1,7 @@
 /* pager_threads.h - the pager's one state, and the two threads that move ranges from state to state.
  *
  * One lock over everything, held only to read and to move ranges; and one condition for every change, as there are few
- * who wait. All here is for whoever holds the lock.
+ * who wait. Callers hold the lock.
  */
 #ifndef ZS_PAGER_THREADS_H
 #define ZS_PAGER_THREADS_H
@@ -19,8 +19,8 @@ typedef struct zs_pager_state {
     size_t limit, resident;
     size_t mapped;         /* bytes of all mappings */
     int windows;           /* in which ranges are lent */
-    int n_lent, n_at_work; /* lent ranges that are not COLD; of these, those that somebody uses */
-    int n_unsent;          /* and those that are being written or have to be */
+    int n_lent, n_at_work; /* lent ranges that are not COLD; of these, ranges in use */
+    int n_unsent;          /* and ranges with writes queued or under way */
     int write_errno;       /* of a write that has failed; the data are lost */
     unsigned lifetime;
     bool running;
@@ -28,10 +28,10 @@ typedef struct zs_pager_state {
 
 extern zs_pager_state zs_pager;
 
-/* Has a COLD range fetched, before all others if `urgent`. */
+/* Queues the fetch of a COLD range, before all others if `urgent`. */
 void zs_pager_enqueue(zs_pager_range *r, bool urgent);
 
-/* Forgets what is in a range, which is in no list and which no thread is at work on; its buffer goes. */
+/* Forgets a range's contents and frees its buffer. The range is in no list, and no thread works on it. */
 void zs_pager_make_cold(zs_pager_range *r);
 
 /* Starts the threads if they are not running; ZS_ERR_SYSTEM. */

@@ -1,4 +1,4 @@
-/* py_ckpt.c - what checkpoints need of the core besides files: checksums, folders, locks, faults for tests. */
+/* py_ckpt.c - the core's functions for checkpoints besides files: checksums, folders, locks, faults for tests. */
 #include "python/py_ckpt.h"
 
 #include "checkpoint/ckpt_folder.h"

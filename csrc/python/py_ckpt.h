@@ -17,7 +17,7 @@ typedef struct zs_py_ranges {
     size_t n;
 } zs_py_ranges;
 
-/* Fills `out`, which zs_py_ranges_free frees; -1 with an exception set. `writable`: the memory is to be written. */
+/* Fills `out`, which zs_py_ranges_free frees; -1 with an exception set. `writable`: for writing. */
 int zs_py_ranges_get(PyObject *list, bool writable, zs_py_ranges *out);
 void zs_py_ranges_free(zs_py_ranges *ranges);
 

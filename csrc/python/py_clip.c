@@ -77,7 +77,7 @@ static zs_status square_tensor(PyObject *object, zs_exact *sum)
     return status;
 }
 
-/* Adds what is known of flats, and reads the other tensors. */
+/* Adds the known sums of flats, and reads the other tensors. */
 static zs_status add_squares(grad_list *list, zs_exact *sum)
 {
     for (int64_t k = 0; k < list->chosen.n; k++) {

@@ -1,4 +1,4 @@
-/* py_faces.h - how Python sees the parameters of units: as guarded shards, or as plain parameters. */
+/* py_faces.h - Python's view of the parameters of units: as guarded shards, or as plain parameters. */
 #ifndef ZS_PY_FACES_H
 #define ZS_PY_FACES_H
 

@@ -1,4 +1,4 @@
-/* py_guard.c - what torch calls in place of an operation on a guarded shard: the operation, or Python's refusal.
+/* py_guard.c - called by torch in place of an operation on a guarded shard: runs it, or Python refuses it.
  *
  * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs unchanged,
  * and its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for
@@ -12,7 +12,7 @@
 
 #include <string.h>
 
-/* How an operation is handled; zshard/guard/rules.py has the same. */
+/* The guard's rule for an operation; zshard/guard/rules.py has the same. */
 typedef enum rule {
     RULE_FACT,             /* runs; its result is torch's */
     RULE_EACH,             /* elementwise, on tensors */
@@ -198,7 +198,7 @@ static PyObject *get_grad(PyObject *param, void *unused)
     (void)unused;
     PyObject *grad = zs_py_get_plain(guard.grad, param);
     const bool asked = zs_py_is_asked();
-    if (grad != NULL && !asked) zs_pending_settle(zs_py_mem(grad)); /* nothing sees what is done with it */
+    if (grad != NULL && !asked) zs_pending_settle(zs_py_mem(grad)); /* its use is not seen */
     if (grad == NULL || Py_TYPE(grad) != zs_py_guard_types.tensor || !asked || is_local_grad(grad)) return grad;
     zs_operand slice;
     if (zs_py_look_at(param, &slice) == 0) return marked(grad, &slice);

@@ -1,4 +1,4 @@
-/* py_guard.h - what the guard (py_guard.c) asks about reads and writes of shards. */
+/* py_guard.h - the guard's (py_guard.c) questions about reads and writes of shards. */
 #ifndef ZS_PY_GUARD_H
 #define ZS_PY_GUARD_H
 
@@ -26,8 +26,8 @@ int zs_py_note_written(PyObject *operation, PyObject *object);
 /* Runs an operation that writes to `targets`: NULL, an object, or a list or tuple of them. `kwargs` may be NULL. */
 PyObject *zs_py_run_writing(PyObject *operation, PyObject *args, PyObject *kwargs, PyObject *targets);
 
-/* An operation reads gradients among its arguments, also in lists, and perhaps writes to them: multiplies them by what
- * is pending (device/pending.h). `kwargs` may be NULL. */
+/* An operation reads gradients among its arguments, also in lists, and perhaps writes to them: multiplies them by
+ * pending factors (device/pending.h). `kwargs` may be NULL. */
 void zs_py_settle_gradients(PyObject *args, PyObject *kwargs, bool writes);
 
 /* The unit that has shown this .grad, which is released; NULL: none. */

@@ -1,5 +1,5 @@
-/* py_keep.c - what a kept run needs of the core: memory in files; _core.KeptStep, a step that another process can
- * finish; and three methods of _core.OptimPlan. */
+/* py_keep.c - the core's part of a kept run: memory in files; _core.KeptStep, a step that another process can finish;
+ * and three methods of _core.OptimPlan. */
 #include "base/file.h"
 #include "optim/kept_area.h"
 #include "optim/kept_step.h"

@@ -303,7 +303,7 @@ static PyObject *members_with(const plan_object *self, Py_ssize_t n, zs_verdict 
     return result;
 }
 
-/* Checks, then steps if `now`; returns what is left to the caller, None, or an exception. */
+/* Checks, then steps if `now`; returns the members left to the caller, None, or an exception. */
 static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live, bool now)
 {
     zs_clear_error();

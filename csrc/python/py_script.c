@@ -1,5 +1,5 @@
-/* py_script.c - where a script is, for messages: its call, its line, its pass; and how a rank that cannot continue
- * exits. */
+/* py_script.c - a script's place, for messages: its call, its line, its pass; and the exit of a rank that cannot
+ * continue. */
 #include "comm/script.h"
 #include "comm/where.h"
 #include "engine/engine.h"

@@ -71,7 +71,8 @@ static bool pressed_meanwhile(void)
     return atomic_exchange(&seen, count) != count;
 }
 
-/* What a signal has last raised in a wait of this thread: its type, to compare only. Later waits fail as well. */
+/* Type of the exception that a signal last raised in a wait of this thread, to compare only. Later waits fail as
+ * well. */
 static _Thread_local const PyObject *by_signal;
 
 /* Runs the handlers of signals; true with their exception. */
@@ -90,7 +91,7 @@ static bool was_pressed(void)
     return pressed_meanwhile() && raises();
 }
 
-/* What a hook or step has raised is set aside meanwhile: this rank completes its rounds, for which peers wait. */
+/* Sets aside an exception of a hook or step meanwhile: this rank completes its rounds, for which peers wait. */
 bool zs_py_interrupted(void)
 {
     PyGILState_STATE gil = PyGILState_Ensure();

@@ -1,4 +1,4 @@
-/* py_slices.h - which Python objects are guarded shards, and of which tensors.
+/* py_slices.h - recognizes Python objects that are guarded shards, and finds their tensors.
  *
  * A parameter is found in a table by its address; other guarded objects carry their Part with them. */
 #ifndef ZS_PY_SLICES_H

@@ -5,7 +5,7 @@
 #include "base/profile.h"
 #include "python/py_util.h"
 
-/* Where a module keeps a parameter. */
+/* A parameter's place in a module. */
 typedef struct param_place {
     PyObject *dict;  /* the module's _parameters; owned reference */
     PyObject *key;   /* owned reference */

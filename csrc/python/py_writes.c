@@ -12,8 +12,7 @@ static struct {
     PyObject *begin_write, *note_write, *end_write;
 } names; /* of Part's methods */
 
-/* Waits until no other rank reads what is to be written. *begun: a list of the Parts whose write must be ended;
- * NULL: none. */
+/* Waits until no other rank reads the object. *begun: a list of the Parts whose write must be ended; NULL: none. */
 static int begin_write(PyObject *object, PyObject **begun)
 {
     PyObject *part;

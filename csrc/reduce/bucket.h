@@ -15,7 +15,7 @@ zs_status zs_bucket_new(zs_schedule *schedule, zs_comm *comm, size_t bytes, zs_l
 /* Gives the lease memory, if it is at rest. */
 zs_status zs_bucket_wake(zs_lease *lease, const zs_device *device);
 
-/* Gives the memory of idle buckets back, as zs_arena_rest does. */
+/* Frees the memory of idle buckets, as zs_arena_rest does. */
 void zs_buckets_rest(zs_schedule *schedule, const zs_device *device);
 
 /* Frees all of a schedule's buckets. */

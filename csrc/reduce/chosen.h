@@ -1,7 +1,7 @@
-/* chosen.h - gradients that a script passes to one call, such as clip_grad_norm_: which flats does it pass whole?
+/* chosen.h - gradients that a script passes to one call, such as clip_grad_norm_: which flats does it pass in full?
  *
- * A call that passes all gradients of a flat once can use what is known of the flat, and act on it later. Any other
- * gradient is treated by itself.
+ * A call that passes all gradients of a flat once can use known facts about the flat, and act on it later. Any other
+ * gradient is handled individually.
  */
 #ifndef ZS_CHOSEN_H
 #define ZS_CHOSEN_H
@@ -33,8 +33,8 @@ bool zs_chosen_is_squared(const zs_chosen_flat *chosen);
 /* Does their sum over the ranks show that the gradients in the list, all of the flat's, are finite? */
 bool zs_chosen_is_finite(const zs_chosen_flat *chosen);
 
-/* Has these gradients multiplied later (device/pending.h) by a factor that is not 0, and gives them a new version.
- * False: that is not possible, as the flat's memory holds other gradients too, or has another name in a script. */
+/* Gives these gradients a pending factor (device/pending.h), not 0, and a new version. False: that is not possible, as
+ * the flat's memory holds other gradients too, or has another name in a script. */
 bool zs_chosen_scale_later(const zs_chosen_flat *chosen, float factor);
 
 /* Frees the list. */

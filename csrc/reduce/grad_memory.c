@@ -41,7 +41,7 @@ zs_status zs_grad_memory_take(zs_unit *unit)
         flat->grad_mem = mem;
         unit->grads_held = true;
     }
-    /* What forward and backward did with this memory precedes the sums. */
+    /* Forward's and backward's use of this memory precedes the sums. */
     return taken ? zs_device_fork(comm->device, comm->ops->stream) : ZS_OK;
 }
 
@@ -125,7 +125,7 @@ void zs_grad_memory_forgotten(zs_unit *unit)
     if (--unit->grads_shown == 0) zs_grad_memory_drop(unit);
 }
 
-/* What a script kept for a while. */
+/* Drops memory that a script has kept for a while. */
 static void drop_spares(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)

@@ -161,7 +161,7 @@ bool zs_grads_undo(zs_unit *unit)
         zs_param *param = &unit->params[i];
         bool packed = unit->record.is.replicated && param->grad != NULL && zs_get_bit(unit->used, i);
         if (!param->reduced && !packed) continue;
-        spoiled |= param->held; /* the earlier gradient is incomplete without what was added to it */
+        spoiled |= param->held; /* the earlier gradient is incomplete without the sum added to it */
         param->has_grad = param->held;
         param->reduced = false;
     }

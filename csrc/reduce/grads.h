@@ -9,8 +9,8 @@
 #include "unit/unit.h"
 
 /* Prepares a unit for gradients, once per backward: moves existing .grad (accumulation) into the grad shard, and sets
- * .grad to None. `arriving`: a parameter that already has its new gradient, or -1. `expected`: what the backward will
- * bring. */
+ * .grad to None. `arriving`: a parameter that already has its new gradient, or -1. `expected`: the gradients that the
+ * backward will bring. */
 zs_status zs_grads_begin(zs_record *record, int64_t arriving, zs_expected *expected);
 
 /* The backward has failed: discards its sums. True if some were already added to earlier gradients; these are then

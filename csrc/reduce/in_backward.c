@@ -13,7 +13,7 @@ struct zs_in_backward_state {
     bool *stepped;             /* [n_params] which parameters it updates; in this struct's memory */
     zs_mem *own[ZS_MAX_FLATS]; /* the gradients' memory, unused meanwhile; owned references */
     bool lends;                /* in a backward: disk memory is lent to its steps (pager.h) */
-    bool *arrived;             /* [n_params] (alone) which gradients have arrived in this backward; likewise */
+    bool *arrived;             /* [n_params] (alone) gradients that have arrived in this backward; as `stepped` */
 };
 
 static const char GIVEN_BACK[] = "this gradient was freed: optimizer_in_backward() stepped with it and released its "

@@ -6,7 +6,7 @@
  * is over on all ranks is stepped where its sum is made. The others are stepped after the backward, when no peer reads,
  * like by optimizer.step().
  *
- * Gradients of such units have no memory of their own: they borrow a slot from the sum to the step.
+ * Gradients of such units have no separate memory: they borrow a slot from the sum to the step.
  */
 #ifndef ZS_IN_BACKWARD_H
 #define ZS_IN_BACKWARD_H
@@ -36,7 +36,7 @@ void zs_in_backward_detach(zs_unit *unit);
 /* Is the unit alone (world of one) and hooked only for being stepped? */
 bool zs_in_backward_alone(const zs_unit *unit);
 
-/* --- what the schedule tells of a unit; no-ops without a stepper -------------------------------------------------- */
+/* --- events of a unit, from the schedule; no-ops without a stepper ------------------------------------------------ */
 
 /* A backward of its model is about to begin. */
 zs_status zs_in_backward_begin(const zs_unit *unit);

@@ -1,8 +1,8 @@
 /* kept_grads.h - gradients that a script keeps stay unchanged.
  *
- * Reference counts show what a script keeps: of the tensor, and of its storage (which views and NumPy arrays hold). New
- * gradients then get other memory, and the old bytes are the script's. Two blocks alternate, so a variable left over by
- * a loop costs the memory of one unit's gradients, and no new pages at each step.
+ * Reference counts show which gradients a script keeps: of the tensor, and of its storage (which views and NumPy arrays
+ * hold). New gradients then get other memory, and the old bytes are the script's. Two blocks alternate, so a variable
+ * left over by a loop costs the memory of one unit's gradients, and no new pages at each step.
  */
 #ifndef ZS_KEPT_GRADS_H
 #define ZS_KEPT_GRADS_H

@@ -144,7 +144,7 @@ static zs_status complete(zs_unit *unit, partial *last)
     return ZS_OK;
 }
 
-/* Appends a node, and adds up what it completes; takes over its memory. */
+/* Appends a node, and adds up the nodes that it completes; takes over its memory. */
 static zs_status push(zs_unit *unit, partial last)
 {
     zs_status status = complete(unit, &last);

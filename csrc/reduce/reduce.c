@@ -68,8 +68,8 @@ static zs_status add_cast(const zs_device *device, const zs_grad_info *grad, con
     return zs_device_sum(device, ZS_STREAM_COMPUTE, &job);
 }
 
-/* Copies a new gradient into the round, or adds it to what is there: on a device that queues with one call of our own,
- * where torch would take several. */
+/* Copies a new gradient into the round, or adds it to the earlier one: on a device that queues, with one call of our
+ * own instead of several of torch's. */
 static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool again)
 {
     const zs_device *device = zs_context_device(unit->context);
@@ -96,8 +96,8 @@ zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first)
     return ZS_OK;
 }
 
-/* Fills what was not packed, so that owners can sum full shards: unused parameters count as zero, and padding must
- * not carry another unit's bytes into the grad shard. */
+/* Fills the gaps, so that owners can sum full shards: unused parameters count as zero, and padding must not carry
+ * another unit's bytes into the grad shard. */
 static zs_status fill_rest(zs_unit *unit)
 {
     const zs_device *device = zs_context_device(unit->context);

@@ -13,7 +13,7 @@
 /* Begins an empty round in round.packing, or (`local`) in new memory for local gradients. */
 zs_status zs_reduce_begin(zs_unit *unit, bool local);
 
-/* Packs parameter `i`'s .grad into the round and drops it: overwrites what the round has of it (`anew`), or adds to it.
+/* Packs parameter `i`'s .grad into the round and drops it: overwrites its place in the round (`anew`), or adds to it.
  * *first: the round had none. */
 zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first);
 

@@ -34,7 +34,7 @@ typedef struct summing {
     zs_exact *squares; /* of the flat at hand; NULL: not asked for */
 } summing;
 
-/* Where this rank's shard of the sum goes. */
+/* Destination of this rank's shard of the sum. */
 static char *target_of(const summing *s, const zs_flat *flat)
 {
     if (!s->unit->record.is.replicated) return flat->grad_mem->ptr;
@@ -47,7 +47,7 @@ static zs_dtype dtype_of_sources(const summing *s, const zs_flat *flat)
     return s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
 }
 
-/* What rank `r` has sent in a section, from element `begin` of this rank's shard on; NULL: nothing. */
+/* Gradients from rank `r` in a section, from element `begin` of this rank's shard on; NULL: none. */
 static const char *source_at(const summing *s, const zs_flat *flat, int r, int section, int64_t begin)
 {
     const char *base = s->sources->data[r];
@@ -134,7 +134,7 @@ static void look_for_nonfinite(const summing *s, int f)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (param->flat != f) continue;
-        if (!param->has_grad) { /* what was known is of earlier gradients */
+        if (!param->has_grad) { /* the flags belong to earlier gradients */
             param->nonfinite = false;
             param->nonfinite_on = 0;
         }
@@ -289,7 +289,7 @@ static zs_status fetch_flat(const summing *s, int f)
     return fetch_run(s, flat, run);
 }
 
-/* Where the peers' buckets are mapped, this rank reads a shard of each. */
+/* Counts traffic if the peers' buckets are mapped: this rank reads a shard of each. */
 static void count_reads(const summing *s)
 {
     if (!zs_comm_shares_memory(s->unit->context->ranks.all)) return;

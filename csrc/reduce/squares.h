@@ -1,8 +1,7 @@
 /* squares.h - sums of squares of a flat's gradients, taken while they are summed over the ranks, for their norm.
  *
- * A script clips its gradients by their norm at each step, or never. Once it has asked for a norm, the sums of the
- * backwards that follow also give the squares, while what they wrote is in the cache. They hold until a gradient
- * changes.
+ * A script clips its gradients by their norm at each step, or never. Once it has asked for a norm, later backwards'
+ * sums also compute the squares, while the sums are in the cache. They hold until a gradient changes.
  */
 #ifndef ZS_SQUARES_H
 #define ZS_SQUARES_H

@@ -24,7 +24,7 @@ static zs_record *in_post_order(const zs_schedule *schedule, size_t i)
     return schedule->records[schedule->n - 1 - i];
 }
 
-/* (in order) Posts what is packed and whose turn has come. */
+/* (in order) Posts the packed rounds whose turn has come. */
 static zs_status post_due(zs_schedule *schedule)
 {
     while (schedule->next_post < schedule->n) {
@@ -36,13 +36,13 @@ static zs_status post_due(zs_schedule *schedule)
     return ZS_OK;
 }
 
-/* Where a unit goes that is resharded in backward. */
+/* State of a unit that is resharded in backward. */
 static zs_unit_state after(const zs_record *record)
 {
     return record->is.reduces && record->round.syncs ? ZS_REDUCING : ZS_SHARDED;
 }
 
-/* This rank has all that it will pack of the unit in this backward. */
+/* This rank has packed all that it will of the unit in this backward. */
 static zs_status give_out(zs_schedule *schedule, zs_record *record)
 {
     ZS_TRY(zs_reshard_to(schedule, record, after(record)));
@@ -80,8 +80,8 @@ zs_status zs_schedule_backward(zs_schedule *schedule, zs_record *record, int64_t
 static zs_status complete(zs_schedule *schedule, zs_record *record)
 {
     if (!record->is.replicated && schedule->gathers_cost) return ZS_OK;
-    /* A mapped full buffer costs nothing: it stays, for weights that are recomputed once more. A cast copy goes, and
-     * what is stepped early, on the shard; unless backward may still need frozen parameters in it. */
+    /* A mapped full buffer costs nothing: it stays, for weights that are recomputed once more. A cast copy is freed,
+     * and so is a unit that is stepped early, on the shard; unless backward may still need frozen parameters in it. */
     bool goes = record->is.replicated || record->early.on;
     if (goes && !record->round.has_frozen) ZS_TRY(zs_reshard_to(schedule, record, after(record)));
     if (!schedule->in_order) return zs_rounds_post(schedule, record);
@@ -99,7 +99,7 @@ zs_status zs_schedule_gradient(zs_schedule *schedule, zs_record *record, int64_t
 
 /* --- the end ------------------------------------------------------------------------------------------------------ */
 
-/* Whatever this rank has not posted, it will not. */
+/* Posts the remaining rounds, or reports that this rank will not. */
 static zs_status post_rest(zs_schedule *schedule)
 {
     if (schedule->gave_up && schedule->in_order)
@@ -120,7 +120,7 @@ static void end_rounds(zs_schedule *schedule)
     schedule->gave_up = before;
 }
 
-/* Posts and sums what is left, and reshards all. */
+/* Posts and sums the remaining rounds, and reshards all. */
 static zs_status reduce_rest(zs_schedule *schedule)
 {
     zs_status resharded = ZS_OK;

@@ -1,7 +1,7 @@
-/* forward.c - the forward pass: sessions, and what is open in them; and the list of a model's units. See schedule.h.
+/* forward.c - the forward pass: sessions, and open forwards in them; and the list of a model's units. See schedule.h.
  *
- * A session opens when the outermost unit's module is called and closes when it returns. Whatever an exception
- * leaves open is closed by what is around it.
+ * A session opens when the outermost unit's module is called and closes when it returns. Forwards that an exception
+ * leaves open are closed by the enclosing one.
  */
 #include "schedule/inner.h"
 
@@ -134,7 +134,7 @@ static zs_status make_room(zs_schedule *schedule)
     return ZS_OK;
 }
 
-/* Where `record` is open, innermost first; n_open: nowhere. */
+/* Index of the innermost open forward of `record`; n_open: none. */
 static size_t find_open(const zs_schedule *schedule, const zs_record *record)
 {
     for (size_t i = schedule->n_open; i-- > 0;)
@@ -193,7 +193,7 @@ zs_status zs_schedule_leave(zs_schedule *schedule, zs_record *record, bool keep)
     size_t at = find_open(schedule, record);
     if (at == schedule->n_open) /* it was entered with another model's schedule */
         return --record->inside == 0 && !record->pinned ? zs_schedule_reshard(schedule, record) : ZS_OK;
-    zs_status status = zs_schedule_unwind(schedule, at + 1); /* what was within, and was left without a word */
+    zs_status status = zs_schedule_unwind(schedule, at + 1); /* inner forwards that were left without an event */
     ZS_ALSO(status, leave_last(schedule, keep));
     return status;
 }

@@ -82,7 +82,7 @@ void zs_rounds_drop(zs_schedule *schedule, zs_record *record);
 /* The backward had no result: also empties the queue, without sums. */
 void zs_rounds_forget_all(zs_schedule *schedule);
 
-/* Removes a unit, whatever the state of its round. */
+/* Removes a unit in any state of its round. */
 void zs_rounds_forget(zs_schedule *schedule, zs_record *record);
 
 /* --- reads.c ------------------------------------------------------------------------------------------------------ */
@@ -98,7 +98,7 @@ void zs_reads_forget(zs_schedule *schedule, zs_record *record);
 
 /* --- through.c ---------------------------------------------------------------------------------------------------- */
 
-/* Which units a running backward has finished with.
+/* Finds the units that a running backward has finished with.
  *
  * Torch numbers graph nodes as it creates them, and a backward runs them in descending order. So when the hook before a
  * unit's backward runs, every node created after that unit's forward has run, and a unit all of whose forwards began

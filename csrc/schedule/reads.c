@@ -70,7 +70,7 @@ zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now
 
 zs_status zs_schedule_unread(zs_schedule *schedule, zs_record *record)
 {
-    ZS_TRY(zs_schedule_cancel(schedule, record)); /* begun ahead, it would bring what was there before */
+    ZS_TRY(zs_schedule_cancel(schedule, record)); /* a gather begun ahead would bring the old values */
     if (record->read.depth == 0 || record->inside > 0 || record->pinned) return ZS_OK;
     return give_back(schedule, record, false);
 }
@@ -88,7 +88,7 @@ zs_status zs_reads_end(zs_schedule *schedule, zs_record *reader)
     return status;
 }
 
-/* How many forwards were open when that of `record` began, itself included; 0: it does not run. */
+/* Number of forwards that were open when that of `record` began, itself included; 0: it does not run. */
 static size_t depth_of(const zs_schedule *schedule, const zs_record *record)
 {
     for (size_t i = schedule->n_open; i-- > 0;)

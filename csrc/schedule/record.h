@@ -29,7 +29,7 @@ typedef struct zs_traits {
     bool fixed;      /* and computes with them in place: they are always unsharded */
     bool empty;      /* it has no parameters */
     bool stays;      /* unsharded from forward to backward (ZeRO-2) */
-    bool kept;       /* likewise, since there is memory to spare (engine/keep_gathered.h) */
+    bool kept;       /* the same, because there is memory to spare (engine/keep_gathered.h) */
     bool reduces;    /* its gradients leave this rank */
     size_t bucket_bytes;
 } zs_traits;
@@ -51,9 +51,9 @@ typedef struct zs_read {
     zs_record *reader;  /* the same, if it had the parameters to its end; borrowed */
 } zs_read;
 
-enum { ZS_STOPS = 4 }; /* a loop over two units needs two, a root that runs before and after its blocks as many */
+enum { ZS_STOPS = 4 }; /* a loop over two units needs two, as does a root that runs before and after its blocks */
 
-/* How a pass continued from a unit (unshard.c). */
+/* A pass's way through a unit (unshard.c). */
 typedef struct zs_stop {
     const zs_record *before; /* the unit that the pass came from; NULL: it began here; borrowed */
     zs_record *next;         /* that it went to; NULL: it ended here; borrowed */
@@ -77,9 +77,9 @@ typedef struct zs_lease {
     size_t bytes;    /* capacity */
     size_t asked;    /* (made in a backward) bytes of the unit that it was made for */
     bool extra;      /* beyond the plan, for ranks that differ in order; set by the executor */
-    bool spare;      /* (extra) as if it did not exist, until this backward needs one beyond the plan, too */
+    bool spare;      /* (extra) as if it did not exist, until this backward also needs one beyond the plan */
     zs_record *user; /* borrowed: the unit that packs into it or posted it; NULL if idle or lost */
-    bool posted;     /* peers may be reading it. Without a user: lost, as there is no telling when they finish */
+    bool posted;     /* peers may be reading it. Without a user: lost, as the end of their reads is unknown */
 } zs_lease;
 
 /* A unit's round of gradients: the one being packed, and the posted one (rounds.c). */

@@ -6,7 +6,7 @@
  *
  * A peer may need a round to be ended here, and this rank may be about to wait for that peer elsewhere: in a collective
  * of another model, or of the script. So ranks with the same events in a backward end the same rounds before the same
- * events, whatever the timing and whatever earlier backwards were like.
+ * events, independent of timing and of earlier backwards.
  */
 #include "schedule/inner.h"
 
@@ -98,11 +98,11 @@ zs_status zs_rounds_end_all(zs_schedule *schedule)
     zs_status status = ZS_OK;
     for (zs_record *record = schedule->first_out; record != NULL && status == ZS_OK; record = record->round.next)
         status = share(schedule, record, ZS_WAIT);
-    if (status != ZS_OK && !schedule->gave_up) return status; /* else what stands before it can be ended */
+    if (status != ZS_OK && !schedule->gave_up) return status; /* else the rounds before it can be ended */
     while (schedule->first_out != NULL) {
         bool done = false;
         zs_status one = end_round(schedule, schedule->first_out, ZS_WAIT, &done);
-        ZS_ALSO(status, one); /* a round that a peer gave up is over; the others are to be ended too */
+        ZS_ALSO(status, one); /* a round that a peer gave up is over; the others must also end */
         if (one != ZS_OK && !done) break;
     }
     return status;
@@ -199,7 +199,7 @@ static zs_status end_early(zs_schedule *schedule, size_t bytes, const zs_lease *
         ZS_TRY(end_for(schedule, lease, ZS_WAIT_NOT, &read));
         if (read && lease->bytes >= bytes) found = lease;
     }
-    ZS_TRY(end_for(schedule, oldest, ZS_WAIT_NOT, &read)); /* last: it was posted before what was found */
+    ZS_TRY(end_for(schedule, oldest, ZS_WAIT_NOT, &read)); /* last: it was posted before `found` */
     if (found != NULL && round->outstanding && !round->shared) set_idle(found);
     return ZS_OK;
 }
@@ -376,14 +376,14 @@ zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record)
         ZS_TRY(begin_round(schedule, record, false)); /* there must be room for the sum, or for earlier leaves */
     } else if (round->packing == NULL) {
         ZS_TRY(end_until(schedule, record, ZS_WAIT));
-        if (!schedule->gave_up) ZS_TRY(zs_rounds_prepare(schedule, record, -1)); /* what it holds is to be known */
+        if (!schedule->gave_up) ZS_TRY(zs_rounds_prepare(schedule, record, -1)); /* earlier gradients are needed */
     }
-    /* What is unsharded still has frozen parameters that backward is to go through. */
+    /* A full unit has frozen parameters that backward still needs. */
     early->over =
         early->on && early->calls <= 1 && !schedule->gave_up && (record->is.fixed || record->state != ZS_FULL);
     ZS_TRY(schedule->act->post(record));
     posted(schedule, record);
-    /* Where sharing is a collective too, doing it at once keeps one order of collectives on all ranks. */
+    /* If sharing is a collective as well, sharing at once keeps one order of collectives on all ranks. */
     return record->is.replicated && schedule->in_order ? zs_rounds_end_all(schedule) : ZS_OK;
 }
 
@@ -405,7 +405,7 @@ void zs_rounds_drop(zs_schedule *schedule, zs_record *record)
     record->round.packed = false;
     drop_bucket(record);
     if (schedule->act->drop != NULL) schedule->act->drop(record);
-    record->early.calls = 0; /* what is over, and so may be stepped by others, stays so until its rounds are ended */
+    record->early.calls = 0; /* a unit that is over stays so until its rounds have ended: others may step it */
 }
 
 void zs_rounds_forget_all(zs_schedule *schedule)

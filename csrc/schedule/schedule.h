@@ -1,9 +1,9 @@
-/* schedule.h - decides what happens when in a step of a model, and nothing else.
+/* schedule.h - decides the time of every act in a step of a model, and nothing else.
  *
  * Events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and the units' records
  * hold the state between them. An executor carries the actions out with memory, transports and tensors. There are two:
  * the engine's (acts.c), and a dry one that works on sizes (dry.c), so the plan matches the run. Nothing here is
- * collective by itself; ranks with the same events have the same actions in the same order.
+ * collective; ranks with the same events have the same actions in the same order.
  *
  *  forward:   enter -> [ready, open] gather, bind ...      leave -> reshard ... [close]
  *  backward:  backward -> [ready, open] gather, bind, prepare  gradient -> pack, post  end -> sum, deliver, close, end
@@ -20,8 +20,8 @@
 
 typedef struct zs_schedule zs_schedule;
 
-/* Which pass is running. FAILED: a backward raised here. Its local state is cleaned up; zs_schedule_settle does the
- * rest, which needs the peers, before anything else. */
+/* The running pass. FAILED: a backward raised here. Its local state is cleaned up; zs_schedule_settle does the rest,
+ * which needs the peers, before anything else. */
 typedef enum zs_stage { ZS_IDLE, ZS_IN_FORWARD, ZS_IN_BACKWARD, ZS_FAILED } zs_stage;
 
 /* A forward as it begins. */
@@ -33,7 +33,7 @@ typedef struct zs_entry {
     int64_t now;    /* how many nodes autograd has created so far */
 } zs_entry;
 
-/* What a unit waits for in a backward. */
+/* The gradients that a unit waits for in a backward. */
 typedef struct zs_expected {
     bool known;       /* already prepared in this backward; the other fields are unset */
     int64_t n_wanted; /* the number of gradients */
@@ -83,8 +83,8 @@ typedef struct zs_actions {
     zs_status (*bucket_new)(zs_schedule *, size_t bytes, zs_lease **out);
     /* A round begins, in round.packing, or (`local`) in this rank's local gradients. */
     zs_status (*begin_round)(zs_record *, bool local);
-    /* Packs the gradient of parameter `i`: overwrites what the round has of it (`anew`), or adds to it. *first: the
-     * round had none. */
+    /* Packs the gradient of parameter `i`: overwrites its place in the round (`anew`), or adds to it. *first: the round
+     * had none. */
     zs_status (*pack)(zs_record *, int64_t i, bool anew, bool *first);
     /* Moves local gradients into round.packing. */
     zs_status (*send_local)(zs_record *);
@@ -102,7 +102,7 @@ typedef struct zs_actions {
 
     /* --- the end of a backward ------------------------------------------------------------------------------------ */
 
-    /* (in order) Tells the peers that this rank posts no more rounds. */
+    /* (in order) Reports to the peers that this rank posts no more rounds. */
     zs_status (*give_up)(zs_schedule *);
     /* All rounds have been summed. */
     zs_status (*summed)(zs_schedule *);
@@ -158,10 +158,10 @@ void zs_schedule_init(zs_schedule *schedule, const zs_actions *act);
 /* Sets how the transports behave; see zs_schedule. */
 void zs_schedule_set_transports(zs_schedule *schedule, bool gathers_cost, bool in_order, bool alone);
 
-/* Frees what the schedule owns, which excludes records and buckets. */
+/* Frees the schedule, but not records and buckets. */
 void zs_schedule_free(zs_schedule *schedule);
 
-/* Initializes a unit's record before it is added / frees what the record owns. */
+/* Initializes a unit's record before it is added / frees its contents. */
 void zs_record_init(zs_record *record, zs_traits traits);
 void zs_record_free(zs_record *record);
 
@@ -182,7 +182,7 @@ void zs_schedule_set_ahead(zs_schedule *schedule, const int ahead[2]);
 /* Forgets the order in which units were unsharded, as in a new model. */
 void zs_schedule_forget_order(zs_schedule *schedule);
 
-/* Set what may change about a unit. */
+/* Set a unit's variable traits. */
 void zs_record_set_reduces(zs_record *record, bool reduces, size_t bucket_bytes);
 void zs_record_set_stays(zs_record *record, bool stays);
 void zs_record_set_kept(zs_record *record, bool kept);
@@ -199,7 +199,7 @@ void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease);
 /* --- forward: events ---------------------------------------------------------------------------------------------- */
 
 /* The forward of a unit's module begins (`record` NULL: a script will read parameters). Opens a session unless one is
- * open. A failure before the unit is entered leaves open only what was open before. */
+ * open. A failure before the unit is entered leaves no new forward open. */
 zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_entry *entry);
 
 /* The forward begins again within a backward, to be recomputed, or a hook or a custom function reads the unit there.
@@ -224,8 +224,8 @@ zs_status zs_schedule_leave(zs_schedule *schedule, zs_record *record, bool keep)
 zs_status zs_schedule_unwind(zs_schedule *schedule, size_t n_open);
 
 /* Before / after a write within a forward, such as an optimizer's step: reshards all units but pinned ones and closes
- * the session, so that no rank reads / opens it again. No-op outside of a forward, and in a backward. The next event
- * of the forward opens it, too, if the write has raised. */
+ * the session, so that no rank reads / opens it again. No-op outside of a forward, and in a backward. If the write has
+ * raised, the next event of the forward opens it. */
 zs_status zs_schedule_pause(zs_schedule *schedule);
 zs_status zs_schedule_resume(zs_schedule *schedule);
 
@@ -273,8 +273,8 @@ bool zs_schedule_all_arrived(const zs_schedule *schedule);
 /* Autograd raised. Cleans up what needs no peer. */
 void zs_schedule_fail(zs_schedule *schedule);
 
-/* After zs_schedule_fail: tells the peers that this rank's gradients will not come, and completes the rounds. Otherwise
- * a no-op. */
+/* After zs_schedule_fail: reports to the peers that this rank's gradients will not come, and completes the rounds.
+ * Otherwise a no-op. */
 zs_status zs_schedule_settle(zs_schedule *schedule);
 
 #endif

@@ -1,4 +1,4 @@
-/* through.c - which units a running backward is through with. See inner.h. */
+/* through.c - finds the units that a running backward is through with. See inner.h. */
 #include "schedule/inner.h"
 
 /* A stamp: when the forward began, and above that how many nodes later it ended. */

@@ -1,10 +1,10 @@
-/* unshard.c - when units are gathered and resharded: their states, and prefetch.
+/* unshard.c - gathering and resharding of units: their states, and prefetch.
  *
- * Where a gather costs time, zshard expects each pass to gather units in the order of the last. Each unit remembers
- * which unit was gathered after it, in forward and in backward; when the unit is needed, the gather of the next one
- * starts too. A pass may come to a unit more than once, as to a root with parameters of its own before and after its
- * blocks; so what came after depends on what came before. A wrong guess costs a gather, never a number: the end of the
- * pass drops it. All ranks guess the same, as they saw the same order. See schedule.h.
+ * If a gather costs time, zshard expects each pass to gather units in the order of the last. Each unit remembers which
+ * unit was gathered after it, in forward and in backward; when the unit is needed, the gather of the next one starts
+ * too. A pass may come to a unit more than once, as to a root with own parameters before and after its blocks; so the
+ * next unit depends on the previous one. A wrong guess costs a gather, never a number: the end of the pass drops it.
+ * All ranks guess the same, as they saw the same order. See schedule.h.
  */
 #include "schedule/inner.h"
 
@@ -88,7 +88,7 @@ static bool has_room(const zs_record *record, zs_phase phase)
 
 /* Gathers that may still begin before they are wanted. */
 typedef struct gathers_left {
-    int own, any; /* of units that have room of their own; of all others */
+    int own, any; /* of units with their own room; of all others */
 } gathers_left;
 
 /* While `wanted` is gathered, or has been. */

@@ -103,7 +103,7 @@ zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_s
 /* Frees the reference; NULL allowed. */
 void zs_storage_free(zs_storage *storage);
 
-/* How many tensors and handles share the storage, plus Python's object of it while a script holds that. */
+/* Number of tensors and handles that share the storage, plus Python's object of it while a script holds that. */
 int64_t zs_storage_users(const zs_storage *storage);
 
 /* Sets the storage's bytes: `data` within `mem`, to which the storage adds a reference. */
@@ -112,7 +112,7 @@ zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data);
 /* Removes the bytes; from now on an access raises the RuntimeError `message`. */
 zs_status zs_storage_clear(zs_storage *storage, const char *message);
 
-/* Where a tensor's elements are. */
+/* The place of a tensor's elements. */
 typedef struct zs_place {
     const zs_storage *storage;
     int64_t offset; /* first element */
@@ -128,7 +128,7 @@ zs_status zs_tensor_bind(zs_tensor *tensor, const zs_place *place);
 /* *new* tensor there, of `like`'s dtype unless the place sets one, without autograd history. */
 zs_status zs_tensor_new_on(const zs_place *place, const zs_tensor *like, zs_tensor **out);
 
-/* *new* row-major tensor of `like`'s dtype and device, on a storage of its own that begins at `data` within `mem`. */
+/* *new* row-major tensor of `like`'s dtype and device, on a new storage that begins at `data` within `mem`. */
 static inline zs_status zs_tensor_new_in(zs_mem *mem, void *data, int ndim, const int64_t *sizes, const zs_tensor *like,
                                          zs_tensor **out)
 {
@@ -213,8 +213,8 @@ enum { ZS_BACKWARD_ABANDONED = -1 };
  * hook runs with ZS_BACKWARD_ABANDONED when torch drops the backward, and its status is ignored. */
 zs_status zs_hook_backward_end(const zs_hook *hook);
 
-/* In that hook, with ZS_BACKWARD_ABANDONED: what the backward raised, as "ValueError: text"; "" if unknown; belongs
- * to this thread, valid until the next. */
+/* In that hook, with ZS_BACKWARD_ABANDONED: the backward's exception, as "ValueError: text"; "" if unknown; belongs to
+ * this thread, valid until the next. */
 const char *zs_backward_failure(void);
 
 /* Is a backward running on this thread? */
@@ -287,7 +287,7 @@ zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work);
 zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work);
 
-/* Does the group support messages beside collectives, on any thread? (gloo) */
+/* Does the group support messages in addition to collectives, on any thread? (gloo) */
 bool zs_group_has_messages(const zs_group *group);
 
 /* Sends or receives a message of `bytes`, to or from one rank. Messages from one rank to another arrive in order. */

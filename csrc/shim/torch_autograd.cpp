@@ -64,7 +64,7 @@ class HookRef {
     zs_hook hook_;
 };
 
-// Compiled autograd asks each hook for what it would compile.
+// Compiled autograd asks each hook for its code to compile.
 [[noreturn]] void refuse_compiled()
 {
     PyGILState_STATE gil = PyGILState_Ensure();
@@ -100,7 +100,7 @@ struct GradReady final : ag::PostAccumulateGradHook {
     std::unique_ptr<ag::PostAccumulateGradHook> users;
 };
 
-// What the last abandoned backward on this thread raised; "" if unknown.
+// The exception of the last abandoned backward on this thread; "" if unknown.
 thread_local char failure[160];
 
 void write_failure(const char *kind, const char *text)
@@ -177,7 +177,7 @@ class BackwardEnd {
 
   private:
     HookRef ref;
-    c10::intrusive_ptr<at::ivalue::Future> outcome; // of the backward; holds what it raised
+    c10::intrusive_ptr<at::ivalue::Future> outcome; // of the backward; holds its exception
     bool ran = false;
 };
 

@@ -3,7 +3,7 @@
 // A process group moves bytes. Every call wraps its pointers as byte tensors and runs one collective; no dtype, no sum
 // (we sum ourselves, in rank order, so that all transports are bit-identical).
 //
-// Nothing here needs the GIL. A Python process group takes it by itself, so callers must not hold it.
+// Nothing here needs the GIL. A Python process group takes it, so callers must not hold it.
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -136,7 +136,7 @@ std::atomic<int> unanswered;
 
 // The result of body(store); a default value if there is no store, or if it does not answer within `patience`. Runs
 // on a separate thread: if the store's host cannot be reached, a TCPStore waits in recv for as long as TCP tries, a
-// quarter of an hour, and blocks its other callers, too. So nothing more is requested meanwhile. `body` must not
+// quarter of an hour, and also blocks its other callers. So nothing more is requested meanwhile. `body` must not
 // refer to the caller's variables.
 template <typename Answer, typename Body> Answer ask_store(const zs_group *group, Body body)
 {

@@ -1,4 +1,4 @@
-/* torch_cuda.h - what the core uses of torch's CUDA side: memory of its caching allocator, and its current stream.
+/* torch_cuda.h - the parts of torch's CUDA side that the core uses: its caching allocator, and its current stream.
  *
  * The files use torch's device-generic interfaces, so that they compile against a torch without CUDA and fail
  * properly there. The memory appears in torch's statistics, and a lack of it raises torch's own exception, after

@@ -1,4 +1,4 @@
-/* context.h - what the units of one model share: transports, memory, settings.
+/* context.h - state shared by the units of one model: transports, memory, settings.
  *
  * This is all that a unit needs of its model's engine (engine/), which begins with it; a unit knows nothing of passes.
  * Threads: as for units (unit.h).
@@ -56,11 +56,11 @@ struct zs_context {
     /* (if met) The fingerprint in the last round of gradients, in which all ranks' were equal. */
     zs_fingerprint met_fingerprint;
     bool met;
-    /* How gradients and parameters of units created from now on travel between hosts. */
+    /* Codes between hosts for gradients and parameters of units created from now on. */
     zs_wire grads_code, params_code;
-    struct zs_tree *tree; /* in which order to add gradients; owned; NULL: in the order of ranks */
+    struct zs_tree *tree; /* the order of adding gradients; owned; NULL: by rank */
     int pass;             /* (with a tree) backwards of this step so far */
-    zs_leaf_state leaf;   /* likewise, of the micro-batch at hand */
+    zs_leaf_state leaf;   /* (with a tree) of the current micro-batch */
     double divided_by;    /* the default divisor of sums of gradients; 0: the number of ranks */
     int n_stale_classes;  /* units whose parameters have the wrong Python class */
     bool captured;        /* see zs_context_captured */
@@ -74,11 +74,11 @@ static inline const zs_device *zs_context_device(const zs_context *context)
     return context->ranks.all->device;
 }
 
-/* Is a pass of the model in a CUDA graph, or being captured? What it uses keeps its memory: the graph has its
- * address. */
+/* Is a pass of the model in a CUDA graph, or being captured? Its memory must stay in place: the graph has the
+ * addresses. */
 bool zs_context_captured(zs_context *context);
 
-/* A hook begins: orders what it queues after earlier hooks. */
+/* A hook begins: orders its work after earlier hooks'. */
 static inline zs_status zs_context_follow(zs_context *context)
 {
     return zs_device_follow(zs_context_device(context), &context->trail);

@@ -27,7 +27,7 @@ struct zs_disk {
     _Atomic size_t bytes;  /* of this rank's regions */
 };
 
-/* What a region's zs_mem needs to give it back. */
+/* State that a region's zs_mem needs to free the region. */
 typedef struct region {
     zs_mem *mem;   /* owned reference: the file's mapping */
     zs_disk *disk; /* owned reference */
@@ -110,7 +110,7 @@ static zs_status meet(zs_disk *disk, zs_comm *shards, calling_card *cards)
     return status;
 }
 
-/* The file may have no name any more, and its offset and flags are other users' too: so by its descriptor, and anew. */
+/* Opened again, by its descriptor: the file may have no name any more, and other users share its offset and flags. */
 static int open_directly(int fd)
 {
     const char *wanted = getenv("ZSHARD_OFFLOAD_DIRECT");
@@ -196,7 +196,7 @@ static void free_region(zs_mem *mem)
     free(owner);
 }
 
-/* Has the pager know the mapping `mem` of `parts` regions, which it takes over. */
+/* Registers the mapping `mem` of `parts` regions with the pager, and takes it over. */
 static zs_status wrap(zs_disk *disk, zs_mem *mem, size_t part_bytes, zs_mem **out)
 {
     int parts = (int)(mem->bytes / part_bytes), own = parts > 1 ? disk->rank : 0;
@@ -254,7 +254,7 @@ zs_status zs_disk_flat_new(zs_disk *disk, size_t shard_bytes, zs_flat_mem *out)
 {
     out->shard_bytes = shard_bytes;
     out->key = UINT64_C(1) << 62 | atomic_fetch_add(&disk->keys, 1); /* apart from those that transports give */
-    if (disk->world == 1) { /* `mapped` is never so on a host: what is there is copied */
+    if (disk->world == 1) { /* `mapped` is never set for a host's memory, which is copied */
         ZS_TRY(zs_disk_take(disk, shard_bytes, &out->mem));
         out->shard = out->mem->ptr;
         if (disk->mapped) out->full = out->shard;

@@ -2,8 +2,8 @@
  * directory, or for a GPU, in its host's memory.
  *
  * Each rank has one unnamed file per model, which disappears with the process however that ends; its regions are zs_mem
- * like any other, and the pager decides what is resident (pager.h). Where a transport maps flats side by side, it maps
- * the files of all ranks as it would its memory files.
+ * like any other, and the pager decides which of them are resident (pager.h). Where a transport maps flats side by
+ * side, it maps the files of all ranks as it would its memory files.
  */
 #ifndef ZS_DISK_H
 #define ZS_DISK_H

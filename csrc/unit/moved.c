@@ -21,7 +21,7 @@ zs_status zs_moved_error(const zs_unit *unit, const zs_param *param, const char 
         param->name, zs_unit_label(unit->name), when);
 }
 
-/* Where a unit's parameters lie now. */
+/* The current storage of a unit's parameters. */
 static const zs_storage *storage_of(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
@@ -46,7 +46,7 @@ bool zs_unit_is_moved(const zs_unit *unit)
     return false;
 }
 
-/* How many users of the storage the unit knows. */
+/* Number of the storage's users that the unit knows. */
 static int64_t known_users(const zs_unit *unit, const zs_storage *storage)
 {
     int64_t n = 1;
@@ -76,8 +76,7 @@ static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *size
     return info->ndim == ndim && memcmp(info->sizes, sizes, (size_t)ndim * sizeof *sizes) == 0;
 }
 
-/* Has it the shape of this rank's shard, or is it that in one dimension? Elements in another shape are in another
- * order. */
+/* Does it have all of this rank's shard along its first dimension? Elements in another shape are in another order. */
 static bool is_shard(const zs_unit *unit, const zs_param *param, const zs_tensor_info *info)
 {
     if (unit->record.is.replicated || info->numel != param->owned.numel) return false;

@@ -66,9 +66,9 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
     return status;
 }
 
-/* --- what is in use ----------------------------------------------------------------------------------------------- */
+/* --- memory in use ------------------------------------------------------------------------------------------------ */
 
-/* What a gather or cast reads on this rank, or where full buffers are mapped, all ranks' shards. */
+/* The memory that a gather or cast reads on this rank: with mapped full buffers, all ranks' shards. */
 static void span_of(const zs_unit *unit, const zs_flat_mem *from, char **ptr, size_t *bytes)
 {
     *ptr = from->full != NULL ? from->full : from->shard;

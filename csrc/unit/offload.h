@@ -1,4 +1,4 @@
-/* offload.h - which parts of a model are offloaded to a disk: a model's settings, and each unit's choice.
+/* offload.h - the parts of a model that are offloaded to a disk: a model's settings, and each unit's choice.
  *
  * The settings name the kinds of memory to offload, and the fraction of the model. Each unit's choice is made once,
  * when it is created. Otherwise only counts of bytes and samples ask where memory lies.
@@ -39,7 +39,7 @@ zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)
  * unit->offloads.state. */
 zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tensor *like, zs_tensor **out);
 
-/* --- what is in use: no-ops for units whose parameters are in memory ---------------------------------------------- */
+/* --- memory in use; no-ops for units whose parameters are in memory ----------------------------------------------- */
 
 /* The bytes from which the flat is gathered, or by which it is mapped, are needed / no longer needed. */
 zs_status zs_offload_want_flat(const zs_unit *unit, zs_flat *flat);
@@ -52,7 +52,7 @@ void zs_offload_filled(const zs_unit *unit);
 zs_status zs_offload_want_grads(const zs_unit *unit);
 void zs_offload_done_grads(const zs_unit *unit);
 
-/* The gradients are not needed any more: drops their pages without writing them. */
+/* Drops the pages of gradients that are no longer needed, without writing them. */
 void zs_offload_discard_grads(const zs_unit *unit);
 
 #endif

@@ -2,8 +2,7 @@
  *
  * The optimizer's shards are spread over all ranks; forward and backward gather from a copy that the shard group shares
  * (a host's ranks, or with zero1 each rank alone). The replica group, whose ranks have the same secondary shard, renews
- * it when shards have changed. A rank finds that out by itself: the copy holds what it gave last.
- See unit.h. */
+ * it when shards have changed. A rank notices that alone: the copy has its previous values. See unit.h. */
 #include "unit/unit.h"
 
 #include "device/arena.h"
@@ -13,7 +12,7 @@
 
 enum { EXCHANGED = 4096 }; /* bytes that one exchange takes */
 
-/* What this rank gives to the copy. */
+/* This rank's part of the copy. */
 static const zs_flat_mem *source_of(const zs_flat *flat)
 {
     return flat->low.mem != NULL ? &flat->low : &flat->mem;
@@ -37,7 +36,7 @@ static zs_status is_stale(const zs_flat *flat, const zs_comm *replica_group, uns
     return ZS_OK;
 }
 
-/* How many flats are kept; in the units' order, which is that of all ranks. */
+/* Number of flats with a secondary shard. */
 static size_t count_secondary(zs_record *const *records, size_t n)
 {
     size_t found = 0;
@@ -57,7 +56,7 @@ static zs_status look(const zs_comm *replica_group, zs_record *const *records, s
     return ZS_OK;
 }
 
-/* Has each rank know what any of them must renew. */
+/* Informs each rank of the copies that any of them must renew. */
 static zs_status agree(zs_comm *replica_group, unsigned char *stale, size_t n)
 {
     unsigned char *all = malloc((size_t)replica_group->world * EXCHANGED);

@@ -29,10 +29,10 @@ typedef struct zs_context zs_context;
 typedef struct zs_in_backward_state zs_in_backward_state;
 typedef struct zs_leaves zs_leaves;
 
-/* What is sharded, and for how long. */
+/* State that is sharded, and for how long. */
 typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
 
-/* What of a unit is offloaded; see offload.h. */
+/* The offloaded part of a unit; see offload.h. */
 typedef struct zs_unit_offload {
     zs_disk *disk; /* counted reference; NULL: nothing */
     bool params, grads, state;
@@ -73,7 +73,7 @@ typedef struct zs_param {
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. With mixed precision the compute dtype differs: then `low` has
- * this rank's shard in the compute dtype, cast anew for each forward, and the full buffer has that dtype. */
+ * this rank's shard in the compute dtype, cast for each forward, and the full buffer has that dtype. */
 typedef struct zs_flat {
     zs_dtype dtype;                 /* of the parameters at rest, their gradients and the optimizer's state */
     zs_dtype compute;               /* of the full buffer, in forward and backward */
@@ -105,7 +105,7 @@ typedef struct zs_flat {
     size_t bucket_offset;    /* where this flat begins in the bucket */
     size_t local_offset;     /* ... and in the unit's local gradients */
     zs_storage *local;       /* storage on the unit's local gradients; NULL without them; owned */
-    char *in_use;            /* (on disk) what the pager keeps resident; NULL: nothing; borrowed */
+    char *in_use;            /* (on disk) memory that the pager keeps resident; NULL: none; borrowed */
     size_t in_use_bytes;
 } zs_flat;
 
@@ -185,7 +185,7 @@ static inline bool zs_flat_is_lowered(const zs_unit *unit, const zs_flat *flat)
     return !unit->exact && flat->compute != flat->dtype;
 }
 
-/* How the bytes of that full buffer travel between hosts. */
+/* The code of that full buffer between hosts. */
 static inline zs_wire zs_flat_code(const zs_unit *unit, const zs_flat *flat)
 {
     return unit->exact ? ZS_WIRE_EXACT : flat->code;
@@ -199,7 +199,7 @@ static inline bool zs_unit_is_mixed(const zs_unit *unit)
     return false;
 }
 
-/* What that full buffer is gathered from. */
+/* The source of that full buffer's gather. */
 static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_flat *flat)
 {
     bool lowered = zs_flat_is_lowered(unit, flat);
@@ -219,7 +219,7 @@ static inline size_t zs_flat_full_bytes(const zs_unit *unit, const zs_flat *flat
     return zs_flat_full_bytes_as(flat, unit->exact);
 }
 
-/* Bytes of this rank's part of the flat's parameters at rest; its gradients take as many. */
+/* Bytes of this rank's part of the flat's parameters at rest; its gradients take the same. */
 static inline size_t zs_flat_own_bytes(const zs_unit *unit, const zs_flat *flat)
 {
     return unit->record.is.replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
@@ -303,14 +303,14 @@ static inline bool zs_unit_class_is_current(const zs_unit *unit)
 /* Notes that they are. */
 void zs_unit_note_class(zs_unit *unit);
 
-/* Sets what the next gather brings: the parameters' own dtype (`exact`), or the compute dtype. */
+/* Sets the dtype of the next gather: the parameters' own (`exact`), or the compute dtype. */
 void zs_unit_set_exact(zs_unit *unit, bool exact);
 
 /* (Pinned) Moves the unsharded parameters to a private copy, if they are views of peers' shards. */
 zs_status zs_unit_copy_full(zs_unit *unit);
 
-/* (Pinned) What was written to that copy is no error: `keep`: this rank's shard of it is kept. Outside of
- * sessions, before it is resharded. No-op for a unit that is not pinned. */
+/* (Pinned) Accepts writes to that copy; `keep`: this rank's shard of it is kept. Outside of sessions, before it is
+ * resharded. No-op for a unit that is not pinned. */
 zs_status zs_unit_accept(zs_unit *unit, bool keep);
 
 /* (Mixed precision) Casts this rank's shards to the compute dtype. Call where no peer reads. */

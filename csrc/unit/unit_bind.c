@@ -59,8 +59,8 @@ static bool comes_ordered(const zs_unit *unit, const zs_flat *flat, const zs_fla
     return !unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary;
 }
 
-/* A gather fills slots that ranks share with equal bytes, and completes only with all of them; what this rank alone
- * fills goes to a slot of its own. */
+/* A gather fills slots that ranks share with equal bytes, and completes only with all of them; a gather of this rank
+ * alone takes a private slot. */
 static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem **slot)
 {
     zs_arena *arena = unit->context->arena;
@@ -141,8 +141,7 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     return unit->context->calls->hook_param(unit, i);
 }
 
-/* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this
- * rank's. */
+/* If some parameters are not row-major: writes the flat in their memory order, into a slot of this rank's. */
 static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 {
     zs_arena *arena = unit->context->arena;
@@ -165,7 +164,7 @@ static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 
 /* --- what Python sees --------------------------------------------------------------------------------------------- */
 
-/* Whoever holds the GIL next shows them so. */
+/* The next code with the GIL shows them so. */
 void zs_unit_show_full(zs_unit *unit, bool full)
 {
     if (unit->py_owner == NULL || unit->bound_full == full) return;
@@ -231,7 +230,7 @@ zs_status zs_unit_bind(zs_unit *unit)
 
 /* --- writes that leave no trace ----------------------------------------------------------------------------------- */
 
-/* A digest of the parameter's elements, wherever they are. */
+/* A digest of the parameter's elements, on any device. */
 static zs_status digest(const zs_param *param, uint64_t *out)
 {
     zs_tensor_info info;

@@ -1,4 +1,4 @@
-/* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
+/* unit_facts.c - a unit's names and sizes. See unit.h. */
 #define _GNU_SOURCE /* strdup */
 #include "base/tree.h"
 #include "unit/context.h"

@@ -2,8 +2,7 @@
  * parameters that are unfrozen later: then).
  *
  * Sizes come first, then memory, then values: a dry run's unit (zs_unit_spec) stops after the sizes. For unit_life.c
- * and kept_grads.c.
- See unit.h. */
+ * and kept_grads.c. See unit.h. */
 
 #include "base/tree.h"
 #include "device/device.h"
@@ -14,13 +13,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* How many shards the unit's flats are cut into: for ranks to hold, or if replicated, to sum. */
+/* Number of shards of the unit's flats: for ranks to hold, or if replicated, to sum. */
 static int shards_of(const zs_unit *unit)
 {
     return unit->record.is.replicated ? unit->context->ranks.all->world : unit->context->n_shards;
 }
 
-/* To which multiple of bytes. */
+/* A shard's size is a multiple of this. */
 static size_t shard_align(const zs_unit *unit)
 {
     const zs_ranks *ranks = &unit->context->ranks;
@@ -124,7 +123,7 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     return zs_tensor_bind(param->tensor, &place);
 }
 
-/* Where each flat's gradients lie in a bucket, and in local gradients. */
+/* Sets the place of each flat's gradients in a bucket, and in local gradients. */
 static void lay_out_gradients(zs_unit *unit)
 {
     size_t offset = 0, local = 0;
@@ -174,7 +173,7 @@ static zs_status make_grad_memory(zs_unit *unit, zs_flat *flat)
     return zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr);
 }
 
-/* What the trainable flats lack. */
+/* Makes the gradient memory and the round that the trainable flats lack. */
 static zs_status make_gradients(zs_unit *unit)
 {
     zs_comm *comm = unit->context->ranks.all;
@@ -224,8 +223,8 @@ zs_status zs_unit_take_values(zs_unit *unit)
     return ZS_OK;
 }
 
-/* How the flat's parameters cross hosts: as they are, where no gather does, or one that this rank's transport has no
- * room for. */
+/* The code in which the flat's parameters cross hosts: exact if no gather crosses, or if this rank's transport has no
+ * room for codes. */
 static zs_wire code_of(const zs_unit *unit, const zs_flat *flat)
 {
     const zs_ranks *ranks = &unit->context->ranks;
@@ -303,7 +302,7 @@ static bool has_unfrozen(const zs_unit *unit, int f)
     return false;
 }
 
-/* Updates what the schedule and the transport know of the unit's flats. */
+/* Updates the schedule's and the transport's facts about the unit's flats. */
 static void tell_reduces(zs_unit *unit)
 {
     lay_out_gradients(unit);

@@ -4,7 +4,7 @@
  * and each element a code. A code is the upper bits of a float: the scaled magnitude plus a floor. So codes are linear
  * below the floor and logarithmic above it, and neither direction needs a table, a division or a logarithm.
  *
- * What lies between two codes is rounded to one of them by an offset that changes with the element and the step and is
+ * A value between two codes is rounded to one of them by an offset that changes with the element and the step and is
  * right on average. Rounded to nearest, a second moment would never decay: one step takes a thousandth from it, two
  * codes are a twentieth apart.
  *
@@ -20,7 +20,7 @@ enum { ZS_GROUP = 32 }; /* elements */
 
 /* --- rounding ----------------------------------------------------------------------------------------------------- */
 
-/* Where a group's rounding offsets begin; element j of the group adds j steps. */
+/* Rounding offsets of a group's first element; element j adds j steps. */
 typedef struct zs_offsets {
     uint32_t first, second, param;
 } zs_offsets;
@@ -128,7 +128,7 @@ ZS_HD float zs_decode_second(uint8_t code, float scale)
 
 /* --- a float32 parameter in 24 bits ------------------------------------------------------------------------------- */
 
-/* Its upper 24 bits: a bfloat16, the nearest one, and what it lacks or has too much, in its 256ths. */
+/* Its upper 24 bits: the nearest bfloat16, and the difference from it, in 256ths of its last place. */
 typedef struct zs_split {
     zs_bf16 high;
     int8_t low;

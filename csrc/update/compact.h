@@ -1,5 +1,5 @@
-/* compact.h - one optimizer step of a group of 32 elements whose parameter or state has a width of its own: moments in
- * 8 bits, moments in float32 of a bfloat16 parameter, a parameter in bfloat16 and 8 bits. Compiled by gcc and by nvcc.
+/* compact.h - one optimizer step of a group of 32 elements whose parameter or state has a special width: moments in 8
+ * bits, moments in float32 of a bfloat16 parameter, a parameter in bfloat16 and 8 bits. Compiled by gcc and by nvcc.
  *
  * The codes of a group share a scale, so a group is decoded, updated and encoded again as a whole: by one thread of a
  * CPU, or by a warp of a GPU, whose lanes have an element each. Products are rounded before they are added, also where
@@ -12,10 +12,10 @@
 #include "update/codes.h"
 #include "update/update.h"
 
-/* How a parameter is stored. */
+/* A parameter's storage. */
 enum { ZS_IN_F32, ZS_IN_BF16, ZS_IN_BF16_LOW };
 
-/* Where a group lies, and what its rounding depends on. All pointers are borrowed. */
+/* A group's place, and the inputs of its rounding. All pointers are borrowed. */
 typedef struct zs_group {
     void *param;
     const void *grad;
@@ -48,8 +48,8 @@ ZS_HD zs_group zs_group_at(const zs_group *first, int64_t at, int kind, bool cod
     return group;
 }
 
-/* ZS_EACH(j, n) runs what follows for each element that this thread does. What it keeps of them is in an array of
- * ZS_GROUP / ZS_LANES, where element j is at ZS_AT(j). */
+/* ZS_EACH(j, n) runs the next statement for each of this thread's elements. Their values are in an array of ZS_GROUP /
+ * ZS_LANES, where element j is at ZS_AT(j). */
 #if defined(ZS_WARPS)         /* cuda/compact.cuh */
 enum { ZS_LANES = ZS_GROUP }; /* threads that do a group together */
 #define ZS_LANE ((int)(threadIdx.x % ZS_GROUP))
@@ -57,7 +57,7 @@ enum { ZS_LANES = ZS_GROUP }; /* threads that do a group together */
 #define ZS_AT(j) 0
 #define ZS_MAX_OF_LANES(bits) __reduce_max_sync(0xffffffffu, bits)
 #define ZS_OF_GROUP __device__ __forceinline__ static
-#else /* gcc: vectorise, stores do not overlap with what is loaded */
+#else /* gcc: vectorise, loads and stores do not overlap */
 enum { ZS_LANES = 1 };
 #define ZS_LANE 0
 #define ZS_EACH(j, n) ZS_NO_OVERLAP for (int j = 0; j < (n); j++)
@@ -114,7 +114,7 @@ ZS_OF_GROUP void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *expo
     ZS_EACH(j, n) codes[j] = zs_encode_first(values[ZS_AT(j)], scale, offset + (uint32_t)j * ZS_STEP_FIRST);
 }
 
-/* Likewise of the second. */
+/* The same for the second moments. */
 ZS_OF_GROUP void zs_group_encode_second(uint8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
                                         uint32_t largest, uint32_t offset)
 {
@@ -159,7 +159,7 @@ ZS_OF_GROUP void zs_group_adam(const zs_group *at, const zs_adam_f32 *k, int n, 
     }
 }
 
-/* Likewise SGD; `momentum`: it has any. */
+/* The same for SGD; `momentum`: it has any. */
 ZS_OF_GROUP void zs_group_sgd(const zs_group *at, const zs_sgd_f32 *k, int n, int kind, bool momentum, bool coded)
 {
     const zs_offsets offsets = zs_offsets_at(at->number, at->round);

@@ -1,4 +1,4 @@
-/* jobs.h - what an optimizer's loops are given, on the CPU and on GPUs.
+/* jobs.h - input of an optimizer's loops, on the CPU and on GPUs.
  *
  * A loop knows adjacent elements and constants, and nothing of parameters.
  */
@@ -11,7 +11,7 @@
 
 typedef struct zs_device zs_device;
 
-/* Which update rule; Adam is AdamW too. */
+/* The update rule; Adam is also AdamW. */
 typedef enum zs_rule { ZS_RULE_ADAM, ZS_RULE_SGD } zs_rule;
 
 /* State tensors. Adam's moments, SGD's momentum_buffer (the first); for 8-bit codes their groups' exponents (codes.h);
@@ -26,26 +26,26 @@ enum {
     ZS_OPTIM_STATES
 };
 
-/* How the moments of a run are stored. */
+/* Storage of a run's moments. */
 typedef enum zs_form {
     ZS_FORM_PLAIN, /* in the parameter's dtype */
-    ZS_FORM_WIDE,  /* in float32, whatever the parameter's dtype */
+    ZS_FORM_WIDE,  /* in float32, for any dtype of the parameter */
     ZS_FORM_CODED, /* in 8 bits */
 } zs_form;
 
-/* What a step reads on the device when it runs there, so that a CUDA graph can repeat it: capturable steps only. */
+/* Values that a step reads on the device, so that a CUDA graph can repeat it: capturable steps only. */
 typedef struct zs_live {
     const void *lr;           /* not NULL: the learning rate, of `lr_dtype`, instead of zs_hyper's */
     zs_dtype lr_dtype;        /* ZS_F32 or ZS_F64 */
     const float *grad_factor; /* not NULL: gradients are multiplied by it first */
     const float *found_inf;   /* not NULL, and it does not hold 0: the step is left out, and not counted */
-    char *room;               /* of the device, ZS_CONSTANTS_BYTES for each member; written anew by each step */
+    char *room;               /* of the device, ZS_CONSTANTS_BYTES for each member; each step overwrites it */
 } zs_live;
 
-/* What the constants of a step take on a device. */
+/* Size of a step's constants on a device. */
 enum { ZS_CONSTANTS_BYTES = 128 };
 
-/* What is the same for all elements of a run. */
+/* Constants of all elements of a run. */
 typedef struct zs_constants {
     double step;          /* Adam: number of this step, from 1 on */
     bool first;           /* SGD: as in zs_member */
@@ -72,8 +72,8 @@ typedef struct zs_run {
     const zs_device *device;
 } zs_run;
 
-/* What the state tensor `state` of a run has for `numel` elements of the parameter that begin a group: numbers, their
- * size in bytes, and both multiplied; 0 where the run has no such tensor. */
+/* Size of a run's state tensor `state` for `numel` elements of the parameter that begin a group: numbers, bytes of a
+ * number, and bytes of all; 0 if the run has no such tensor. */
 static inline int64_t zs_run_state_numel(int state, int64_t numel)
 {
     bool groups = state == ZS_STATE_FIRST_SCALE || state == ZS_STATE_SECOND_SCALE;
@@ -90,14 +90,14 @@ static inline size_t zs_run_state_bytes(const zs_run *run, int state, int64_t nu
     return (size_t)zs_run_state_numel(state, numel) * zs_run_state_itemsize(run, state);
 }
 
-/* How compact.h calls the width of a run's parameter. */
+/* compact.h's name for the width of a run's parameter. */
 static inline int zs_compact_kind(const zs_run *run)
 {
     if (run->dtype == ZS_F32) return ZS_IN_F32;
     return run->state[ZS_STATE_LOW] != NULL ? ZS_IN_BF16_LOW : ZS_IN_BF16;
 }
 
-/* Where the first group of such a run lies. */
+/* The first group of such a run. */
 static inline zs_group zs_run_group(const zs_run *run)
 {
     zs_group group = {.param = run->param, .grad = run->grad, .low = run->state[ZS_STATE_LOW]};

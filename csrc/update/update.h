@@ -46,8 +46,8 @@ ZS_HD zs_pair zs_pair_times(zs_pair a, zs_pair b)
     return product;
 }
 
-/* base to the power of a count of steps, 0 <= base < 1, rounded once: libraries' pow() is right to the last bit or
- * nearly, each in its own way, and this has the same bits on every machine. A part of a step is dropped. */
+/* base to the power of a count of steps, 0 <= base < 1, rounded once: the last bits of pow() differ between libraries,
+ * but this has the same bits on every machine. A part of a step is dropped. */
 ZS_HD double zs_power(double base, double steps)
 {
     zs_pair result = {1, 0}, square = {base, 0};

@@ -1,8 +1,8 @@
 /* update_rules.h - the rules of update.h in the precision ZS_REAL. No include guard: update.h includes it twice.
  *
  * `fused` is a compile-time constant of the loop around: true where the machine has FMA. Without it a multiply-add is
- * two roundings, which is what torch does there too. Both sides of a choice are computed, and flags are of type
- * ZS_REAL: gcc vectorises the loops around only so.
+ * two roundings, as in torch there. Both sides of a choice are computed, and flags are of type ZS_REAL: gcc vectorises
+ * the loops around only so.
  */
 
 /* a * b + c, in one rounding if `fused`. */
@@ -35,7 +35,7 @@ typedef struct ZS_NAME(zs_adam) {
     ZS_REAL from_grad; /* nonzero to interpolate from the gradient, the nearer end: 1 - beta1 >= 0.5 */
 } ZS_NAME(zs_adam);
 
-/* What Adam keeps of one element. */
+/* Adam's state of one element. */
 typedef struct ZS_NAME(zs_adam_cell) {
     ZS_REAL param, exp_avg, exp_avg_sq;
     ZS_REAL max_exp_avg_sq; /* with amsgrad only */
@@ -110,7 +110,7 @@ typedef struct ZS_NAME(zs_sgd) {
     ZS_REAL first;    /* nonzero: the momentum has never been used and becomes the gradient */
 } ZS_NAME(zs_sgd);
 
-/* What SGD keeps of one element. */
+/* SGD's state of one element. */
 typedef struct ZS_NAME(zs_sgd_cell) {
     ZS_REAL param;
     ZS_REAL buffer; /* with momentum only */

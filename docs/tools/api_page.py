@@ -1,6 +1,6 @@
 """The API reference as Markdown, from the docstrings: a page of the site (site_pages.py).
 
-It has the names of `zshard.__all__`, what the dialects and the adapters for trainers add, and the
+It has the names of `zshard.__all__`, those of the dialects and the adapters for trainers, and the
 methods of FSDP(model).
 """
 
@@ -75,7 +75,7 @@ def signature_of(value: Any) -> str:
 
 
 def entry(name: str, value: Any, level: int = 3) -> str:
-    """One name: a heading, its arguments as code, and what it does."""
+    """One name: a heading, its arguments as code, and its docstring."""
     what = "class " if inspect.isclass(value) else ""
     arguments = "" if issubclass_of(value, Exception) else signature_of(value)
     arguments = re.sub(r", (?=\w+:|\*)", ",\n    ", arguments) if len(arguments) > 60 else arguments

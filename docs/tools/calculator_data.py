@@ -1,13 +1,13 @@
-"""What the calculator (docs/calculator.js) knows of zshard: GPUs, limits, and traced activations.
+"""The calculator's (docs/calculator.js) data from zshard: GPUs, limits, and traced activations.
 
     python docs/tools/calculator_data.py > calculator_data.js
 
-The site of `make docs` makes it anew (site_pages.py), so it is never older than the planner.
+`make docs` generates it again (site_pages.py), so it is never older than the planner.
 
 The planner traces a decoder (extras/planner/kernels.py), which a browser cannot do. But a decoder's
 tensors have few sizes, each a product of dimensions. Here a small decoder is traced whose sizes all
 differ, so a tensor's size says which product it is, and the memory at each moment is a sum of
-products. Only moments that no other exceeds, whatever the dimensions are, can be a peak.
+products. Only moments that no other exceeds, for any dimensions, can be a peak.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SMALLER = (("n", "nh", "nk", "nw"), ("wk", "ww"))
 
 
 def products(dims: Dims) -> dict[int, Sum]:
-    """Return which sum of products a number of elements stands for.
+    """Return the sum of products that a number of elements represents.
 
     The names: n: tokens of a micro-batch; w: width; k: of keys, kv_heads * head; f: ffn; v: vocab;
-    h: heads; s: seq. What has only one dimension of the weights is too small to count.
+    h: heads; s: seq. Tensors with only one dimension of the weights are too small to count.
     """
     n, width, k = BATCH * SEQ, dims.width, dims.kv_heads * HEAD
     sizes = {"n": n, "nh": n * HEADS, "nw": n * width, "nf": n * FFN, "nv": n * VOCAB}
@@ -133,10 +133,10 @@ def _peaks(sums: Sequence[Sum]) -> list[Sum]:
 
 
 def activations(variant: Variant) -> dict[str, Any]:
-    """Return the possible peaks of a decoder of three layers, by stage, and what each layer adds.
+    """Return the possible peaks of a decoder of three layers, by stage, and each layer's share.
 
     Stages: "none": no gradients are there; "last": those of the head are, and the last block's come
-    next; likewise "middle", "first", "embed".
+    next; "middle", "first" and "embed" accordingly.
     """
     seen = _traced(variant)
     stages: dict[str, list[Sum]] = {}

@@ -1,10 +1,11 @@
-"""Write docs/transformers_classes.md: classes of transformers under FSDP(model), beside DDP's bits.
+"""Write docs/transformers_classes.md: classes of transformers under FSDP(model), compared with
+DDP's bits.
 
     python docs/tools/class_table.py [--only GPT2LMHeadModel ...] [--out PAGE.md]
 
 One class for each kind of model that transformers has (tests/lib/tiny_classes.py). Two ranks
 train it under DDP, under FSDP with no argument, and under DDP again if those differ.
-Facts are appended to a file, a line per class: a second run trains only what is not there.
+Facts are appended to a file, a line per class: a second run trains only missing classes.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def kind_of(result: Mapping[str, Any], row: Row) -> str:
 
 
 def cell(row: Row, side: str, results: Results) -> str:
-    """Return what a library did."""
+    """Return a library's outcome."""
     result = results.get((row.id, side))
     if result is None:
         if side != "zshard" or row.scripts:

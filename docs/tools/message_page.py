@@ -1,8 +1,8 @@
 """The site's page of every message of zshard, with its exception, its remedy and its file.
 
-The list is made from the sources alone, by messages.py, so no message is written twice. What
-a message puts in at run time is shown as "…". A message names its own remedy after a colon or a
-semicolon, as an imperative (CONTRIBUTING.md): this part has a column of its own.
+The list is made from the sources alone, by messages.py, so no message is written twice. Values
+inserted at run time are shown as "…". A message names its own remedy after a colon or a semicolon,
+as an imperative (CONTRIBUTING.md): this part has its own column.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def kinds_of_python(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def kinds_of_c(source: str) -> Iterator[tuple[int, int, str]]:
-    """Likewise; a call ends with its statement."""
+    """The same; a call ends with its statement."""
     for call in CALL.finditer(source):
         end = source.find(";\n", call.end())
         kind = KIND.search(source, call.end(), end)
@@ -111,7 +111,7 @@ def kinds_of_c(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def comments_in(source: str) -> set[int]:
-    """The lines of strings that stand alone: comments on the name before them."""
+    """The lines of strings that are statements: comments on the name before them."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
     return {node.lineno for node in nodes if isinstance(node.value, ast.Constant)}
 
@@ -129,7 +129,7 @@ def messages_of(path: Path) -> Iterator[Message]:
 
 
 def all_messages() -> list[Message]:
-    """Of csrc and zshard; one that several files have stands with the first."""
+    """Of csrc and zshard; a message in several files is listed with the first."""
     found: dict[tuple[str, str], Message] = {}
     for folder in ("csrc", "zshard"):
         for path in messages.files_below([ROOT / folder]):
@@ -139,7 +139,7 @@ def all_messages() -> list[Message]:
 
 
 def group_of(message: Message) -> str:
-    """The heading below which the message stands."""
+    """The heading above the message."""
     parts = Path(message.file).with_suffix("").parts
     folder = parts[2] if parts[1] in ("integrations", "extras") else parts[1]
     found = (name for name, folders in GROUPS.items() if folder in folders.split())

@@ -5,8 +5,8 @@
     python docs/tools/messages.py --docstrings     # public docstrings instead
 
 A text is a string literal of two words or more. That also finds texts that are put
-together elsewhere and raised later; the few literals that nobody reads (format names, protocol
-lines) are left in the list rather than guessed away.
+together elsewhere and raised later; the few literals that users never see (format names, protocol
+lines) stay in the list, as guesses could drop real messages.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def docstrings_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstrings of what is public: no leading underscore."""
+    """(line, text) of the docstrings of public names: no leading underscore."""
     for name, node in docstring_nodes(ast.parse(source)):
         if not name.startswith("_") or name == "__init__":
             yield node.lineno, str(node.value)

@@ -1,11 +1,11 @@
-"""A hook of mkdocs (mkdocs.yml): what the site of `make docs` has beyond docs/.
+"""A hook of mkdocs (mkdocs.yml): the parts of `make docs`'s site that are not in docs/.
 
 - Pages of other folders (README.md, examples/README.md, benchmarks/...), the API from docstrings,
   the messages from the sources, and the calculator's data from the planner.
 - Links between all of these. In the repository they are relative to its root; a link to a file
   that is no page leads to the repository (`repo_url`), or becomes plain text.
-- Redirects from where pages were before (addresses.py).
-- Each page as Markdown, training.md beside training/, and llms.txt, which lists them.
+- Redirects from the pages' former places (addresses.py).
+- Each page as Markdown, training.md next to training/, and llms.txt, which lists them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ sections: dict[str, list[str]] = {}  # heading of llms.txt -> its pages
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what is not in docs/: pages, and what the calculator knows of zshard."""
+    """Add the parts that are not in docs/: pages, and the calculator's data."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     files.append(File.generated(config, "api.md", content=api_page.page()))
@@ -83,7 +83,7 @@ def summary_of(text: str) -> str:
 
 
 def on_nav(nav: Any, config: Any, files: Files) -> None:
-    """Note the sections of llms.txt: those of the navigation, then what it leaves out."""
+    """Note the sections of llms.txt: those of the navigation, then the other pages."""
     for item in nav.items:
         sections[item.title] = [page.file.src_uri for page in item.children]
     listed = {uri for uris in sections.values() for uri in uris}

@@ -1,9 +1,9 @@
-"""What four ranks hold and move in one training step, over each transport: run, counted and drawn.
+"""Pictures of one training step on four ranks, over each transport: run, counted and drawn.
 
 Ranks train a model of one unit over shm, over hosts (two hosts of two ranks, made of this machine)
-and over the fakes of CUDA and NCCL. Each says which memory has its parameter, and what it receives:
-by the kernel's count of its sockets, or the fake NCCL's log. A picture draws what follows from how
-many ranks share memory, and fails if the counts are others.
+and over the fakes of CUDA and NCCL. Each reports the memory of its parameter, and the bytes that it
+receives: by the kernel's count of its sockets, or the fake NCCL's log. A picture draws what follows
+from how many ranks share memory, and fails if the counts are others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PHASES = ("gather", "sum", "step")
 TCP_RECEIVED = 128  # where struct tcp_info has the bytes received
 
 
-# --- What ranks say -------------------------------------------------------------------------------
+# --- on ranks -------------------------------------------------------------------------------------
 
 
 def received_by_sockets() -> int:
@@ -58,8 +58,8 @@ def received_by_sockets() -> int:
 
 
 def received_by_nccl() -> int:
-    """The bytes that the fake NCCL has moved to this rank so far; as many are of the rank itself as
-    of each peer."""
+    """The bytes that the fake NCCL has moved to this rank so far; the rank itself and each peer
+    have sent the same number."""
     log = Path(os.environ["FAKE_NCCL_LOG"])
     text = log.read_text() if log.exists() else ""
     moved = re.findall(r"^transfer .* dst=\S+ bytes=(\d+)", text, re.M)
@@ -77,7 +77,7 @@ def memory_of(tensor: torch.Tensor) -> str:
 
 
 def step_over(transport: str, folder: str) -> dict[str, Any]:
-    """What this rank holds, and what it receives in each phase of its second step."""
+    """This rank's memory, and the bytes that it receives in each phase of its second step."""
     rank = int(os.environ["RANK"])
     if transport == "hosts":
         os.environ["ZSHARD_HOST"] = f"host {rank // 2}"
@@ -114,7 +114,7 @@ def step_over(transport: str, folder: str) -> dict[str, Any]:
 
 
 def steps() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(transport, what each rank says)"""
+    """(transport, each rank's report)"""
     for transport in TITLES:
         with tempfile.TemporaryDirectory() as folder:
             env = stand_ins.environment("nccl") if transport == "nccl" else {}
@@ -224,7 +224,7 @@ def draw_step(transport: str, ranks: list[dict[str, Any]]) -> Svg:
 def draw_captions(
     svg: Svg, transport: str, mine: dict[str, Any], together: int, bottom: float
 ) -> None:
-    """What each rank reads and receives in each phase, and what an arrow stands for."""
+    """Each rank's reads and received bytes by phase, and the meaning of an arrow."""
     groups, shard = WORLD // together, mine["shard"]
     word = "GPU" if transport == "nccl" else "rank"
     away = " from the other " + ("host" if transport == "hosts" else "GPUs")

@@ -1,4 +1,4 @@
-"""Runs whose ranks are killed: how long a restart takes, and whether results stay.
+"""Runs whose ranks are killed: duration of a restart, and equality of results.
 
     nice -n -10 python tests/acceptance/kills.py --case recovery --model demo --kills 20
     python tests/acceptance/kills.py --case soak --minutes 60 --seed 7
@@ -7,7 +7,7 @@ recovery: from kill -9 of a random rank of `zshard run --keep`, at a random time
 completed step, on the slowest rank; the last row leaves out torch's import and the construction of the
 model.
 soak: rounds of training with random faults (kills_rounds.py). Fails if a round's losses or weights
-differ from those without faults, if the run ends or stands still, or if memory, descriptors or
+differ from those without faults, if the run ends or stalls, or if memory, descriptors or
 threads of a process grow. --seed and --first reproduce a round.
 """
 
@@ -40,12 +40,12 @@ STILL = 120.0
 """Seconds without a new step or round after which a run counts as hung."""
 
 STAGES = ("start", "python", "torch", "imports", "group", "model", "wrapped", "recovered", "end")
-"""What kills_rank.py says when it has done it: from the agent's new process to the first step."""
+"""Stages that kills_rank.py reports when done: from the agent's new process to the first step."""
 SCRIPTS_OWN = ("torch", "model")
 
 LIMITS = {"private": 8.0, "shared": 4.0, "descriptors": 4, "threads": 2}
-"""How much the least of a process's last quarter may exceed that of its second: MiB and numbers.
-Caches fill in the first quarter; the launcher and the keeper are looked at within rounds, too."""
+"""By how much the least of a process's last quarter may exceed that of its second: MiB and numbers.
+Caches fill in the first quarter; the launcher and the keeper are also sampled within rounds."""
 
 LEAST = 24
 """Looks at a process, without which it has lived too briefly to tell."""
@@ -63,7 +63,7 @@ class Run:
         launcher = ["zshard", "run", "--bind=none", "--keep", "--standalone"]
         launcher += ["--max-restarts=100000", f"--nproc-per-node={ranks}"]
         script = str(Path(__file__).with_name("kills_rank.py"))
-        self.others: dict[str, list[dict[str, Any]]] = {}  # what the launcher and the keeper had
+        self.others: dict[str, list[dict[str, Any]]] = {}  # of the launcher and the keeper
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -129,7 +129,8 @@ class Run:
         return f"the run ended with {status}:\n{self.output_end()}" if status else ""
 
     def look_at_others(self) -> None:
-        """Count what the launcher has, and the keeper, whose process the launcher prints."""
+        """Count the resources of the launcher, and of the keeper, whose process the launcher
+        prints."""
         keeper = re.search(r"process (\d+) keeps", (self.folder / "output").read_text())
         pids = {"launcher": self.process.pid, **({"keeper": int(keeper[1])} if keeper else {})}
         for name, pid in pids.items():
@@ -137,7 +138,7 @@ class Run:
                 self.others.setdefault(name, []).append({"at": time.monotonic(), **vitals(pid)})
 
     def series(self) -> dict[str, list[dict[str, Any]]]:
-        """Return by process what it had: ranks between rounds."""
+        """Return each process's resources: ranks between rounds."""
         series: dict[str, list[dict[str, Any]]] = {}
         for rank in range(self.ranks):
             for at, _, look in filter(lambda line: line[1] == "round", self.log(rank)):
@@ -189,7 +190,7 @@ def stages(at: float, processes: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def grown(looks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what has grown by more than its limit, and by how much."""
+    """Return the resources that have grown by more than their limits, and by how much."""
     n = len(looks)
     growth = {}
     for name, limit in LIMITS.items() if n >= LEAST else ():

@@ -1,8 +1,9 @@
-"""What a rank of a soak does (kills.py): rounds of training with faults, compared with runs without.
+"""The work of a rank in a soak (kills.py): rounds of training with faults, compared with runs
+without.
 
 A round has a strategy, a transport, an optimizer and faults, all drawn from the seed and the
 round's number. The model is trained twice, first undisturbed. Losses of each step and the weights
-at the end must be the same, to the bit, also after kill -9 of a rank, whose restart continues.
+at the end must be the same, bit for bit, also after kill -9 of a rank, whose restart continues.
 Between rounds nothing is left, so that is when memory, descriptors and threads are counted.
 """
 
@@ -44,7 +45,7 @@ ENDS = ("kill", "uncaught")
 
 
 class Caught(Exception):
-    """What a script raises and catches."""
+    """Raised and caught by a script."""
 
 
 class Intended(Exception):
@@ -52,7 +53,7 @@ class Intended(Exception):
 
 
 class Round:
-    """What happens in a round; the same on all ranks, and in each run with the seed."""
+    """The events of a round; the same on all ranks, and in each run with the seed."""
 
     def __init__(self, seed: int, number: int, life: int) -> None:
         draw = random.Random(f"{seed} {number}")

@@ -43,8 +43,8 @@ ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+(?:Error|Interrupt)): (.*)", re.MULTILINE
 class Row:
     """A line of matrix_rows.txt.
 
-    zshard: what it must do: "correct", "silent", or raise this exception on all ranks.
-    names: a pattern of what a useful message contains. scripts: calls of SCRIPTS, which run one
+    zshard: the required outcome: "correct", "silent", or raise this exception on all ranks.
+    names: a pattern for a useful message. scripts: calls of SCRIPTS, which run one
     after another in fresh processes with one folder; without any, the test alone injects the fault.
     worlds: the ranks of each. begun: there is a process group. leaves: a rank may have ended
     without an error before the others raise.
@@ -80,7 +80,7 @@ ROWS = {row.id: row for row in map(Row.of, LINES[1:])}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a row did under one library.
+    """The outcome of a row under one library.
 
     kind: "correct", "silent" (a wrong result without an error), "error", "timeout" (an error that
     only the timeout brought), "hang" or "crash" (a signal that was not injected).
@@ -101,7 +101,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def answering(path: Path) -> Iterator[dict[str, Any]]:
-    """A context that writes what a script returned or raised, and when."""
+    """A context that writes a script's result or error, and the time."""
     answer: dict[str, Any] = {"began": time.monotonic()}
     try:
         yield answer
@@ -115,7 +115,7 @@ def answering(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def play(name: str, side: str, folder: str, phase: int, timeout: float) -> None:
-    """Run a rank of a row's script; what it raises ends the rank, as in a user's script."""
+    """Run a rank of a row's script; an exception ends the rank, as in a user's script."""
     script, *arguments = ROWS[name].scripts[phase].split()
     torch.set_num_threads(1)
     job = Job(side, Path(folder), timeout)
@@ -145,7 +145,7 @@ def judge(row: Row, folder: Path, ranks: Sequence[Any], timeout: float) -> Outco
 
 
 def answer_of(folder: Path, rank: Any) -> dict[str, Any]:
-    """Return what a rank has written; the error in its output if it failed after that."""
+    """Return a rank's outcome; the error in its output if it failed after that."""
     path = folder / f"answer{rank.rank}"
     answer = {"error": "", "message": "", "wrong": "", "began": None, "at": None}
     answer |= json.loads(path.read_text()) if path.exists() else {}

@@ -1,9 +1,8 @@
 """A rank of a row of the failure matrix: a small model, a training loop with places for faults, and
-what is expected.
+the expected results.
 
-The model, the batches and the loop are the same under each library. Each rank has batches of its
-own; `plain` trains the unwrapped model on all of them in one process, which is what a correct run
-must equal.
+The model, the batches and the loop are the same under each library. Each rank has its own batches;
+`plain` trains the unwrapped model on all of them in one process, as the reference of a correct run.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Job:
             time.sleep(self.timeout + 3)
 
     def at(self, place: str) -> None:
-        """Do on the last rank, once, in step BAD, what is planned for this place."""
+        """Inject on the last rank, once, in step BAD, the fault planned for this place."""
         if self.last and self.number == BAD and place == self.place:
             self.place = ""
             self.do(self.planned)
@@ -155,7 +154,7 @@ class Job:
     def train(
         self, make: Callable[[], nn.Module] | None = None, steps: int = STEPS, clip: float = 0.0
     ) -> str:
-        """Train; return what is wrong with the parameters afterwards."""
+        """Train; return the parameters' faults afterwards."""
         make = make or self.model
         model, optimizer = self.wrapped(make())
         for number in range(steps):
@@ -169,7 +168,7 @@ class Job:
         self.steps(model, optimizer, range(steps))
         return model, optimizer
 
-    # --- what is expected ---------------------------------------------------------------------
+    # --- expected results -------------------------------------------------------------------------
 
     def plain(self, model: nn.Module, steps: int = STEPS, clip: float = 0, world: int = 2) -> Full:
         """Train a model that is not wrapped on all ranks' batches; return its parameters."""
@@ -184,7 +183,7 @@ class Job:
         return dict(model.state_dict())
 
     def wrong(self, model: nn.Module, steps: int = STEPS) -> str:
-        """Return what is wrong with a model that should have been trained for `steps`."""
+        """Return the faults of a model that should have been trained for `steps`."""
         return differences(self.side.full(model), self.plain(self.model(), steps))
 
     def same_on_all(self, value: torch.Tensor) -> str:
@@ -203,7 +202,7 @@ def flat(values: Full) -> torch.Tensor:
 
 
 def differences(values: Full, expected: Full) -> str:
-    """Return what is wrong with values that should be `expected`; "" if nothing is."""
+    """Return the faults of values that should be `expected`; "" if there are none."""
     if values.keys() != expected.keys():
         return f"other names: {sorted(values.keys() ^ expected.keys())}"
     pairs = [(values[name], value) for name, value in expected.items()]

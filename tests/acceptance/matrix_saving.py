@@ -69,7 +69,7 @@ def loads(job: Job, *values: Any, folder: str = "saved") -> str:
 
 
 def again(job: Job) -> str:
-    """Load into another model; return what is wrong with its parameters after all steps."""
+    """Load into another model; return the faults of its parameters after all steps."""
     return job.wrong(other(job, job.folder / "saved"))
 
 
@@ -173,7 +173,7 @@ def adapter() -> nn.Module:
 
 
 def left_out(job: Job, what: str) -> str:
-    """Save a model, load it into another one, and look for what is missing."""
+    """Save a model, load it into another one, and look for missing values."""
 
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -230,7 +230,7 @@ def harm(job: Job, how: str, path: Path) -> None:
 
 
 def harmed(job: Job, how: str, file: str = "data") -> str:
-    """Save, harm a file, load into another model; return what is wrong with its values."""
+    """Save, harm a file, load into another model; return the faults of its values."""
     model, optimizer = job.trained(1)
     job.side.save(job.folder / "earlier", model, optimizer)
     job.steps(model, optimizer, range(1, STEPS))

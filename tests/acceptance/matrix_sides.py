@@ -31,7 +31,7 @@ class Ddp:
     ignoring = ""  # the argument for parameters that are left to the script
     data = "state.pt"  # a file with values
     index = "state.pt"  # the file that a load reads first
-    third = "state-3.pt"  # what a third rank would leave
+    third = "state-3.pt"  # the file of a third rank
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         return DistributedDataParallel(model, **options)

@@ -1,7 +1,7 @@
-"""Scripts of the failure matrix that train: models that differ or are unusual, steps that fail, what one
-rank does alone, calls that do not match, and wrong environments.
+"""Scripts of the failure matrix that train: models that differ or are unusual, steps that fail, one
+rank alone, calls that do not match, and wrong environments.
 
-A script returns what is wrong, "" if nothing is.
+A script returns the fault that it finds, "" if there is none.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def interrupted(job: Job) -> str:
     return at(job, "forward", "sleep")
 
 
-# --- what one rank does alone, and calls that do not match ----------------------------------------
+# --- one rank alone, and calls that do not match --------------------------------------------------
 
 
 def do(job: Job, deed: str, model: nn.Module, optimizer: Any) -> None:

@@ -43,4 +43,4 @@ def test_growth_is_found(name: str) -> None:
     growing = [{**look, name: look[name] + i} for i, look in enumerate(steady)]
     assert kills.grown(steady) == {} and [*kills.grown(growing)] == [name]
     within = [{**look, name: look[name] + (50 if i % 5 else 0)} for i, look in enumerate(steady)]
-    assert kills.grown(within) == {}  # what a round has is freed at its end
+    assert kills.grown(within) == {}  # a round's resources are freed at its end

@@ -1,4 +1,5 @@
-"""The rows of the failure matrix: zshard does what each says, and docs/failures.md has what was measured."""
+"""The rows of the failure matrix: zshard behaves as each says, and docs/failures.md has the
+measured outcomes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What scripts do wrong with deterministic="any-world": each is an error that names the remedy, or
-has no effect on the numbers.
-"""
+"""Misuse of deterministic="any-world" is an error with a remedy, or has no effect on the
+numbers."""
 
 from __future__ import annotations
 
@@ -345,7 +344,7 @@ def test_on_one_rank_alone_it_is_an_error(what: str) -> None:
         disturbed(what, only_on=1)
 
 
-# --- what has no effect ---------------------------------------------------------------------------
+# --- misuse without effect ------------------------------------------------------------------------
 
 
 def in_some_way(way: str) -> str:

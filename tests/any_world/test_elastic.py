@@ -77,7 +77,7 @@ def answers(port: int) -> bool:
 
 
 def kill_with_ranks(agent: subprocess.Popen[str]) -> None:
-    """Kill an agent and its ranks, which have sessions of their own: a lost host."""
+    """Kill an agent and its ranks, which have their own sessions: a lost host."""
     if agent.poll() is not None:
         return
     ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()

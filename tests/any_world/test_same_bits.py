@@ -50,7 +50,7 @@ def alone() -> Callable[..., Numbers]:
     return numbers
 
 
-CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [  # ranks, how, and what is trained
+CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [  # ranks, the way, and the model
     (world, {"strategy": strategy, "transport": transport}, {})
     for world in (2, 3, 4)
     for strategy in STRATEGIES
@@ -104,7 +104,7 @@ def test_memory_of_gradients_is_predicted() -> None:
 
 @on_ranks(3)
 def test_the_sum_is_that_of_a_tree() -> None:
-    """What plain PyTorch gives, added in the same order."""
+    """Plain PyTorch's results, added in the same order."""
     model = make(5)
     for index in model.micro_batches(0):
         loss_of(model, 0, index).backward()

@@ -1,6 +1,6 @@
-/* any_transport.h - what holds for every transport: rounds, sums, exchanges, broadcasts, as bodies for run_ranks().
+/* any_transport.h - tests of every transport: rounds, sums, exchanges, broadcasts, as bodies for run_ranks().
  *
- * What a rank posts follows from (rank, unit, round), so each rank can check every byte that it is handed.
+ * A rank's posts follow from (rank, unit, round), so each rank can check every byte that it receives.
  */
 #ifndef ZS_TEST_ANY_TRANSPORT_H
 #define ZS_TEST_ANY_TRANSPORT_H
@@ -28,11 +28,11 @@ static inline void meet(rank_env *env)
         CHECK(all[r] == r);
 }
 
-/* --- rounds ---------------------------------------------------------------------------------------------------------- */
+/* --- rounds ------------------------------------------------------------------------------------------------------- */
 
 enum { UNITS = 5, PARAMS = 70, N_FLATS = 2 };
 
-/* What rank `rank` posts of unit `unit` in round `round`, as everybody can work out. */
+/* The post of rank `rank` for unit `unit` in round `round`, which every rank can compute. */
 typedef struct posting {
     bool present;
     float base;
@@ -103,14 +103,14 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
     OK(zs_cunit_post(env->comm, unit->cunit, present ? &unit->bucket : NULL));
 }
 
-/* A GPU has got as far as the transport's stream has: what collect() gave may be read by this host. */
+/* The GPU has reached the end of the transport's stream: this host may read collect()'s results. */
 static inline void catch_up(rank_env *env)
 {
     OK(zs_device_join(env->comm->device, env->comm->ops->stream));
     OK(zs_device_wait(env->comm->device));
 }
 
-/* Checks every byte of the own shards of all ranks; `all`: everybody posted a bucket. */
+/* Checks every byte of the own shards of all ranks; `all`: all ranks posted a bucket. */
 static inline void read_sources(rank_env *env, test_unit *unit, int u, const zs_sources *from, bool all)
 {
     for (int r = 0; r < env->world; r++) {
@@ -199,7 +199,7 @@ static inline void rounds_have_an_order(rank_env *env)
     free_units(env, units);
 }
 
-/* --- small collectives --------------------------------------------------------------------------------------------------- */
+/* --- small collectives -------------------------------------------------------------------------------------------- */
 
 static inline void exchanges_storm(rank_env *env)
 {
@@ -236,7 +236,7 @@ static inline void broadcasts_from_all_roots(rank_env *env)
         if (round % 5 == 0) meet(env);
     }
     FAILS(zs_comm_broadcast(env->comm, data, 4, env->world), ZS_ERR_VALUE, "out of range");
-    meet(env); /* a rank that has ended would be what the others are told */
+    meet(env); /* the others would report a rank that has ended */
     free(data);
 }
 

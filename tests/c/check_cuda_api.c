@@ -1,7 +1,8 @@
-/* check_cuda_api.c - csrc/device/cuda_api.h against NVIDIA's headers; compiled, never run (tests/gpu/test_cuda_driver.py).
+/* check_cuda_api.c - csrc/device/cuda_api.h against NVIDIA's headers; compiled, never run
+ * (tests/gpu/test_cuda_driver.py).
  *
- * cudaTypedefs.h has a type for each function and version, PFN_<name>_v<version>, and ours are made from one list;
- * so each line of the list is compared with what it says it is.
+ * cudaTypedefs.h has a type for each function and version, PFN_<name>_v<version>, and ours are made from one list; so
+ * each line of the list is compared with its type.
  */
 #include <cuda.h>
 

@@ -7,8 +7,8 @@
  *   check_kept random SEED COUNT      steps of random kinds, sizes and threads, killed up to four times
  *
  * Prints what was counted; exit 1 and the promise that is broken. The functions of csrc/ are compiled here with stores
- * that count down to a kill. What an update has stored when it is killed is a part of its results, or garbage. Memory
- * lies elsewhere for each process.
+ * that count down to a kill. The stores of a killed update are a part of its results, or garbage. Memory lies elsewhere
+ * for each process.
  */
 #include <setjmp.h>
 
@@ -21,7 +21,7 @@
 #include "optim/kept_step.h"
 #include "optim/optim.h"
 
-/* What a run is. */
+/* A kind of run. */
 typedef struct kind {
     const char *name;
     zs_rule rule;
@@ -108,7 +108,7 @@ static char *numbers(step_case *to, zs_dtype dtype, int64_t numel, float least)
     return at;
 }
 
-/* Likewise bytes, of [from, from + among). */
+/* The same for bytes in [from, from + among). */
 static char *some_bytes(step_case *to, int64_t n, int from, int among)
 {
     char *at = to->base + to->bytes;
@@ -211,7 +211,7 @@ static void update_units(zs_run_loop *loop, const zs_run *run, int64_t from, int
 #include "optim/kept_area.c"
 #include "optim/kept_step.c"
 
-/* What a killed update leaves of one memory: `units` have been stored, and every second one is garbage. */
+/* Leaves one memory as a killed update does: `units` have been stored, and every second one is garbage. */
 static long leave_half(char *memory, const char *before, size_t bytes, long units)
 {
     for (size_t at = 0; at < bytes; at += UNIT, units--) {
@@ -249,7 +249,7 @@ static void update_units(zs_run_loop *loop, const zs_run *run, int64_t from, int
     longjmp(thread_end, 1);
 }
 
-/* Threads in turn: they share no memory that they write to, so each may be killed at a store of its own. */
+/* Threads in turn: they share no memory that they write to, so each may be killed at a different store. */
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx)
 {
     volatile bool killed = false;
@@ -260,7 +260,7 @@ void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t beg
             fn(ctx, i, i + 1);
         else
             killed = true;
-        kills_of[i] = killed ? kills_of[i] : countdown; /* what is left */
+        kills_of[i] = killed ? kills_of[i] : countdown; /* the rest */
     }
     if (killed) longjmp(process_end, 1);
 }
@@ -302,7 +302,7 @@ static void make_files(void)
     }
 }
 
-/* The case is complete: finds what it is before and after the step, and has its area made. */
+/* The case is complete: computes its contents before and after the step, and makes its area. */
 static void end_case(int threads)
 {
     if (now.bytes > MOST_BYTES) broken("a case is too large");
@@ -385,7 +385,7 @@ static char *state_at(long index)
     return states + (size_t)index * (area_bytes + now.bytes);
 }
 
-/* Keeps what the process at this home has left, if it is new. */
+/* Keeps the state of the process at this home, if it is new. */
 static void keep_state(int home)
 {
     if (n_states == room_of_states) {

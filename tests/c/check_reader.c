@@ -4,8 +4,8 @@
  *
  * LENGTH bounds the programs of three ranks, in letters.
  *
- * What a rank does is a chain of steps (reader_model.h), each of one load or store of shared memory, and any rank
- * may make the next one. So all states that can be reached are reached. A visited one is remembered by a hash of 64 bits.
+ * A rank is a chain of steps (reader_model.h), each of one load or store of shared memory, and any rank may make the
+ * next one. So all states that can be reached are reached. A visited one is remembered by a hash of 64 bits.
  *
  * A program is a string for each rank:
  *   T  training forward      V  the same in evaluation mode       E  evaluation            A  the script's own all-reduce
@@ -16,7 +16,7 @@
  *
  * Promises, in every state that can be reached:
  *   - a pass reads of all ranks what its own rank has, whole; or it fails by one of the errors (out of step, alone);
- *   - no shard is being written by known means while somebody reads it;
+ *   - no known write changes a shard while a rank reads it;
  *   - in programs that all ranks run alike, or whose lone evaluations have peers in a pass to read from, nobody waits for ever,
  *     and nothing fails. In the others, who waits for ever waits for a rank that has ended, or in a circle: shm_wait.c ends
  *     both with an error.
@@ -30,7 +30,7 @@
 static size_t longest;
 static long n_states, n_programs;
 
-/* --- all interleavings ----------------------------------------------------------------------------------------------------- */
+/* --- all interleavings -------------------------------------------------------------------------------------------- */
 
 typedef struct seen_set {
     uint64_t *slots;
@@ -106,7 +106,7 @@ static void describe(const world_state *w, const char *what)
     }
 }
 
-/* All that a program promises of a state in which nobody can go on. */
+/* Checks a program's promises in a state in which no rank can continue. */
 static const char *check_end(const world_state *w)
 {
     for (int r = 0; r < model_ranks && model_running->legal; r++)
@@ -114,7 +114,7 @@ static const char *check_end(const world_state *w)
     return NULL;
 }
 
-/* Does rank `i`, which has just backed off, only turn in circles, while nobody else can move? */
+/* Does rank `i`, which has just backed off, only loop, while no other rank can move? */
 static bool spins(const world_state *from, int i)
 {
     world_state w = *from;
@@ -128,7 +128,7 @@ static bool spins(const world_state *from, int i)
     return false;
 }
 
-/* One more state, if it is new. NULL or what it breaks. */
+/* Adds a state, if it is new. Returns NULL, or the promise that it breaks. */
 static const char *visit(seen_set *seen, frontier *todo, const world_state *next, int i, const char *broken)
 {
     const rank_state *me = &next->rank[i];
@@ -193,15 +193,15 @@ static const char *run(const program *what)
     return broken;
 }
 
-/* --- programs ---------------------------------------------------------------------------------------------------------------- */
+/* --- programs ----------------------------------------------------------------------------------------------------- */
 
 enum { TEXT = 40 };
 
-/* What all ranks run, from step to step. */
+/* Programs of all ranks, from step to step. */
 static const char *const steps[] = {"TB",     "ETB",     "TTB",     "TEB",   "TNTB",    "SEUTB",  "EETB",
                                     "SEUETB", "SESEUTB", "TETB",    "EEVB",  "VB",      "ETEB",   "TNWTB",
                                     "TSEUTB", "TB",      "TNSEUTB", "TBSEU", "TBSTBUE", "EEETTB", "ETTETEB"};
-/* What one rank runs before that, alone; and whether it is right then. */
+/* Programs of one rank alone before that; and whether they are legal. */
 typedef struct deviation {
     const char *text;
     bool legal;
@@ -212,16 +212,17 @@ static const deviation deviations[] = {{"", true},     {"E", true},   {"EE", tru
                                        {"IL", false},  {"FE", true},  {"TN", false}, {"V", true}};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
-/* Left out, for only what is written could tell:
- *   - other weights swapped in on a rank that has run a training forward of its own, or one that failed, while the others' backward
- *     follows theirs;
- *   - a rank that alone swaps weights in, where the others swap them back by as many operations, before passes of the same kind. */
+/* Left out, as only the written values would show it:
+ * - other weights swapped in on a rank that has run a training forward alone, or a failing one, while the others'
+ *   backward follows theirs;
+ * - a rank that alone swaps weights in, where the others swap them back by the same number of operations, before passes
+ *   of the same kind. */
 static bool is_left_out(const char *alone, const char *common)
 {
     return strchr(common, 'S') != NULL && (strpbrk(alone, "FITNRV") != NULL || strstr(alone, "SES") != NULL);
 }
 
-/* Ranks that all run `before`, then what each runs alone, then `common`. */
+/* Ranks that all run `before`, then each its own program, then `common`. */
 static const char *run_with(const char *before, const deviation *const *alone, const char *common)
 {
     char texts[MAX_RANKS][TEXT];
@@ -233,8 +234,8 @@ static const char *run_with(const char *before, const deviation *const *alone, c
         }
         snprintf(texts[r], TEXT, "%s%s%sW%s", before, alone[r]->text, common, model_ranks == 2 ? "TBW" : "");
         p.text[r] = texts[r];
-        /* Others may swap weights while a rank evaluates alone, if nothing has them wait for it before. And their forward takes a
-         * failed one for theirs: all then are one behind, until the next backward ends. */
+        /* Others may swap weights while a rank evaluates alone, if nothing has them wait for it before. And their
+         * forward takes a failed one for theirs: all then are one behind, until the next backward ends. */
         bool looks = alone[r]->text[strspn(alone[r]->text, "E")] == 0 && strcspn(common, "TV") < strcspn(common, "S");
         looks |= *alone[r]->text == 0;
         p.legal &= alone[r]->legal && (looks || (common[0] == 'T' && strchr("BN", common[1]) != NULL));

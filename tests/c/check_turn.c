@@ -1,9 +1,9 @@
-/* check_turn.c - what csrc/comm/turn.c concludes from the turns of all worlds of 2 to 4 ranks.
+/* check_turn.c - conclusions of csrc/comm/turn.c from the turns of all worlds of 2 to 4 ranks.
  *
  *   check_turn [EVERY]     prints "worlds N"; exit 1 and the broken promise
  *
- * A rank has one of a list of turns: of each kind, and in each field that counts one value or another. In a world of 2 it
- * has any of them; with more ranks each EVERYth of the list (or more) for each rank, from another start. */
+ * A rank has one of a list of turns: of each kind, and in each field that counts one value or another. In a world of 2
+ * it has any of them; with more ranks each EVERYth of the list (or more) for each rank, from another start. */
 #include "comm/turn.h"
 
 #include <stdio.h>
@@ -86,7 +86,7 @@ static bool serves(const zs_turn *turn, uint64_t model)
     return any;
 }
 
-/* Ranks take part only in what all can contribute to. */
+/* Ranks take part only in gathers to which all can contribute. */
 static void check_gather(const zs_turn *turns, int world, const zs_turn *chosen)
 {
     PROMISE(chosen->kind == ZS_TURN_GATHER && chosen->joinable && chosen->model != 0);
@@ -159,7 +159,7 @@ static void check(const zs_turn *turns, int world)
     if (all.gather >= 0) check_gather(turns, world, &turns[all.gather]);
     if (!single && all.gather < 0) check_errors(turns, world, all.gave_up);
     /* The order of ranks decides nothing but which of several is named. */
-    zs_turn *turned = malloc((size_t)world * sizeof *turned); /* of its size: a sanitizer sees what is read beyond */
+    zs_turn *turned = malloc((size_t)world * sizeof *turned); /* of its size: a sanitizer sees reads beyond it */
     for (int r = 0; r < world; r++)
         turned[r] = turns[(r + 1) % world];
     const zs_comparison other = zs_turns_compare(turned, world);

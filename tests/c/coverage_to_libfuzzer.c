@@ -1,8 +1,9 @@
 /* coverage_to_libfuzzer.c - preloaded before AddressSanitizer's runtime, for fuzzing under it (tests/lib/sanitized.py).
  *
- * Two libraries have the same names. atheris tells its libFuzzer what was covered by calling functions that gcc's
- * libasan.so has as well, where they do nothing; libasan is loaded first and gets the calls. So this library comes before both and
- * hands them on: without it the fuzzer would be blind, and libFuzzer itself cannot be preloaded, as it needs Python's symbols.
+ * Two libraries have the same names. atheris reports coverage to its libFuzzer by calling functions that gcc's
+ * libasan.so has as well, where they do nothing; libasan is loaded first and gets the calls. So this library comes
+ * before both and hands them on: without it the fuzzer would be blind, and libFuzzer itself cannot be preloaded, as it
+ * needs Python's symbols.
  */
 #define _GNU_SOURCE /* dl_iterate_phdr */
 #include <dlfcn.h>
@@ -10,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* libFuzzer's own, from when it first hears of counters; NULL before. */
+/* libFuzzer's own, from its first call about counters on; NULL before. */
 static void (*counters_init)(uint8_t *begin, uint8_t *end);
 static void (*pcs_init)(const uintptr_t *begin, const uintptr_t *end);
 static void (*trace_cmp8)(uint64_t a, uint64_t b);
@@ -46,7 +47,7 @@ static void find(void)
     look_up(library, "__sanitizer_cov_8bit_counters_init", &counters_init);
 }
 
-/* --- the names that both have ------------------------------------------------------------------------------------------- */
+/* --- the names that both have ------------------------------------------------------------------------------------- */
 
 #define HAND_ON(name, parameters, function, arguments) \
     void name parameters;                              \

@@ -1,7 +1,7 @@
-/* cuda_face.c - cuda_kernels.h and the CPU's loops beside it, for ctypes (tests/gpu/test_cuda_*.py).
+/* cuda_face.c - cuda_kernels.h and the CPU's loops, for ctypes (tests/gpu/test_cuda_*.py).
  *
- * A test gives the same memory to both and compares bits, so all that has to be said here is how constants are
- * made. The image is fake_image.c's, or on a real GPU that of cuda_image.c.
+ * A test gives the same memory to both and compares bits, so this file only makes constants. The image is
+ * fake_image.c's, or on a real GPU that of cuda_image.c.
  */
 #include "device/cuda_driver.h"
 #include "device/cuda_kernels.h"
@@ -60,7 +60,7 @@ void zs_face_step_on_cpu(face_job *face)
         loop(&face->run, i, i + each < n ? i + each : n);
 }
 
-/* Has the constants made on the device, in live->room, and updates read them there. Counters are float32. */
+/* Makes the constants on the device, in live->room, where updates read them. Counters are float32. */
 zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live *live, void *const *steps,
                             int64_t n_steps, void *stream)
 {

@@ -1,10 +1,11 @@
-/* fake_cuda.c - a stand-in for libcuda.so.1: its calls. See fake_cuda.h for what it is and how it is told to fail.
+/* fake_cuda.c - a fake of libcuda.so.1: its calls. See fake_cuda.h for a description, and for injected failures.
  *
- * Each call begins by the same line, which looks at what a real driver would look at (is it started, has this
- * thread a context), lets itself be told to fail, and writes the log. Streams and memory are in files of their own.
+ * Each call begins with the same line, which makes a real driver's checks (is it started, has this thread a context),
+ * injects failures, and writes the log. Streams and memory are in their own files.
  *
- * The library shows cuGetProcAddress_v2 alone of CUDA, as zshard asks for nothing else, and finds calls by the list that
- * zshard itself is made from; so a call that is not in the list is not there, and one whose signature changed does not compile.
+ * The library shows cuGetProcAddress_v2 alone of CUDA, as zshard asks for nothing else, and finds calls by the list
+ * that zshard itself is made from; so a call that is not in the list is not there, and one whose signature changed does
+ * not compile.
  */
 #define _GNU_SOURCE 1
 #include "fake_cuda.h"
@@ -43,9 +44,9 @@ long fake_number(const char *name, long usual)
         return ZS_CU_SUCCESS;                      \
     }
 
-/* --- what each call begins with ------------------------------------------------------------------------------------------- */
+/* --- the begin of each call --------------------------------------------------------------------------------------- */
 
-/* Is this call the one that is to fail? Then with what. */
+/* The error if this is the call that must fail. */
 static zs_cu_result told_to_fail(const char *call)
 {
     static char spec[128];
@@ -92,7 +93,7 @@ zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...)
     return in_context && current == NULL ? ZS_CU_ERROR_INVALID_CONTEXT : ZS_CU_SUCCESS;
 }
 
-/* --- devices, contexts, errors ---------------------------------------------------------------------------------------------- */
+/* --- devices, contexts, errors ------------------------------------------------------------------------------------ */
 
 zs_cu_result fake_cuInit(unsigned int flags)
 {
@@ -174,7 +175,7 @@ zs_cu_result fake_cuCtxGetStreamPriorityRange(int *least, int *greatest)
     return ZS_CU_SUCCESS;
 }
 
-/* --- kernels ------------------------------------------------------------------------------------------------------------- */
+/* --- kernels ------------------------------------------------------------------------------------------------------ */
 
 zs_cu_result fake_cuLibraryLoadData(zs_cu_library *out, const void *image, zs_cu_jit_option *options, void **values,
                                     unsigned int n, zs_cu_library_option *library_options, void **library_values,
@@ -185,7 +186,7 @@ zs_cu_result fake_cuLibraryLoadData(zs_cu_library *out, const void *image, zs_cu
     memcpy(&magic, image, sizeof magic);
     *out = (zs_cu_library)&contexts; /* something that is not NULL */
     bool plain = !options && !values && !library_options && !library_values && n + n_library == 0;
-    /* A build without CUDA trains on stand-ins too; to a driver its text is no image. */
+    /* A build without CUDA trains on fakes too; to a driver its text is no image. */
     bool none = getenv("ZSHARD_CUDA_ON_HOST") != NULL && strcmp(image, "// no kernels\n") == 0;
     return plain && (magic == IMAGE_MAGIC || none) ? ZS_CU_SUCCESS : INVALID_IMAGE;
 }
@@ -214,7 +215,7 @@ zs_cu_result fake_cuFuncLoad(zs_cu_function function)
 typedef struct launch {
     const fake_kernel *kernel;
     unsigned blocks, threads;
-    _Alignas(16) char args[4096]; /* what a kernel may be given, at most */
+    _Alignas(16) char args[4096]; /* the most that a kernel takes */
 } launch;
 
 static void run_launch(const void *args)
@@ -254,7 +255,7 @@ zs_cu_result fake_cuLaunchKernel(zs_cu_function function, unsigned int blocks, u
     return ZS_CU_SUCCESS;
 }
 
-/* --- finding calls -------------------------------------------------------------------------------------------------------- */
+/* --- finding calls ------------------------------------------------------------------------------------------------ */
 
 typedef void any_function(void);
 

@@ -1,8 +1,8 @@
-/* fake_cuda.h - what the files of the stand-in for libcuda.so.1 share.
+/* fake_cuda.h - shared by the files of the fake of libcuda.so.1.
  *
- * Device memory is host memory, and a stream is a thread that does one thing after another, so what a real
- * GPU would get wrong by a missing wait comes out wrong here as well, and on any machine. The default stream (NULL) has no
- * thread: it works at once on the caller's, as torch's CPU operators do, which play the part of torch's CUDA ones.
+ * Device memory is host memory, and a stream is a thread that does one thing after another, so a missing wait gives
+ * wrong results here as on a real GPU, and on any machine. The default stream (NULL) has no thread: it works at once on
+ * the caller's, as torch's CPU operators do, which play the part of torch's CUDA ones.
  *
  * Environment, looked at in each call:
  *   FAKE_CUDA_LOG=path          a line for each call
@@ -30,19 +30,19 @@ extern "C" {
 
 #define SHOWN __attribute__((visibility("default")))
 
-/* What a call begins with: writes the log, and says with what to fail, if not with what was asked for by FAKE_CUDA_FAIL then
- * for lack of cuInit or of a context. */
+/* Begins a call: writes the log, and returns the error to fail with: the one that FAKE_CUDA_FAIL asks for, else for
+ * lack of cuInit or of a context. */
 zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 
-/* The same, leaving the function, which is called fake_<call>, where it may not go on. */
+/* The same, and returns from the function, which is called fake_<call>, if the call fails. */
 #define BEGIN(in_context, ...)                                                      \
     do {                                                                            \
         zs_cu_result result_ = fake_begin(__func__ + 5, (in_context), __VA_ARGS__); \
         if (result_ != ZS_CU_SUCCESS) return result_;                               \
     } while (0)
 
-/* For calls that the driver calls potentially unsafe: while anything is captured they are forbidden to threads whose mode is not
- * relaxed, and break the capture. */
+/* For calls that the driver calls potentially unsafe: while anything is captured they are forbidden to threads whose
+ * mode is not relaxed, and break the capture. */
 #define UNCAPTURED()                                                \
     do {                                                            \
         if (fake_capture_breaks()) return FAKE_CAPTURE_UNSUPPORTED; \
@@ -54,7 +54,7 @@ zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...)
         if (fake_stream_broken(stream)) return FAKE_CAPTURE_INVALIDATED; \
     } while (0)
 
-/* Success, if what it was given is good. */
+/* Success, if the argument is valid. */
 #define GOOD(condition) ((condition) ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE)
 
 enum {
@@ -82,13 +82,14 @@ void *fake_host_stream(void);
 /* Something to do, with its argument copied. */
 typedef void fake_work(const void *args);
 
-/* Has `stream` do it after all that it was given before; NULL does it now. Copies `bytes` of `args`. */
+/* Queues it in `stream`, after all earlier work; NULL does it now. Copies `bytes` of `args`. */
 void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t bytes);
 
 /* Number of a stream in the log: 0 is the default one. */
 int fake_stream_number(zs_cu_stream stream);
 
-/* This thread is about to do what is unsafe beside a capture: true where it may not, and then the capture is broken. */
+/* This thread is about to make a call that is unsafe during a capture: true if it may not, and then the capture is
+ * broken. */
 bool fake_capture_breaks(void);
 
 /* Is the stream in a capture that was broken? */
@@ -114,9 +115,9 @@ const fake_kernel *fake_kernel_find(const char *name);
 /* Runs `blocks` blocks of `threads` threads, one thread after the other. */
 void fake_kernel_run(const fake_kernel *kernel, unsigned blocks, unsigned threads, const void *args);
 
-/* For other stand-ins and for tests, which find these by name: has the stream call run(arg), after all that it was given before;
- * new streams, of which torch's works at once, as the default one does; torch's current stream of models on the CPU; has a
- * capture of the default stream been broken, which goes on? the number of a stream in the log. */
+/* For other fakes and for tests, which find these by name: makes the stream call run(arg), after all its earlier work;
+ * new streams: torch's works at once, as the default one does; torch's current stream of models on the CPU; was a
+ * capture of the default stream broken that still continues? the number of a stream in the log. */
 SHOWN void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg);
 SHOWN void *fake_cuda_new_stream(void);
 SHOWN void *fake_cuda_torch_stream(void);

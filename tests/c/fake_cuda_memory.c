@@ -1,4 +1,4 @@
-/* fake_cuda_memory.c - memory of the stand-in for libcuda.so.1, and copies. See fake_cuda.h. */
+/* fake_cuda_memory.c - memory of the fake of libcuda.so.1, and copies. See fake_cuda.h. */
 #include "fake_cuda.h"
 
 #include <pthread.h>
@@ -43,7 +43,7 @@ bool fake_known(zs_cu_ptr at)
     return holds(AT(at), false);
 }
 
-/* New memory; all ones, which is NaN, so that nobody takes it for zeroed. */
+/* New memory; all ones, which is NaN, so that no code takes it for zeroed. */
 static zs_cu_result add(void **out, size_t bytes, bool pinned)
 {
     size_t whole = (bytes + GRAIN - 1) / GRAIN * GRAIN, most = (size_t)fake_number("FAKE_CUDA_MEMORY", 64L << 30);
@@ -112,7 +112,7 @@ zs_cu_result fake_cuMemFreeHost(void *at)
     return drop(at, true);
 }
 
-/* --- copies ---------------------------------------------------------------------------------------------------------------- */
+/* --- copies ------------------------------------------------------------------------------------------------------- */
 
 typedef struct copying {
     void *dst;
@@ -144,8 +144,8 @@ static zs_cu_result queue_copy(zs_cu_stream stream, copying one, bool from_devic
     return ZS_CU_SUCCESS;
 }
 
-/* The driver finds out for itself which side is the host's. Nothing is forbidden to a capture here: with models on the CPU,
- * torch's tensors stand for memory of a GPU and cannot be told from others. */
+/* The driver itself determines which side is the host's. Nothing is forbidden to a capture here: with models on the
+ * CPU, torch's tensors act as memory of a GPU and cannot be distinguished from others. */
 zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);

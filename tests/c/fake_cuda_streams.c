@@ -1,7 +1,7 @@
-/* fake_cuda_streams.c - streams, events and captures of the stand-in for libcuda.so.1. See fake_cuda.h.
+/* fake_cuda_streams.c - streams, events and captures of the fake of libcuda.so.1. See fake_cuda.h.
  *
- * One lock and one condition for everything; who waits looks again after each thing that was done. Nothing is
- * ever freed that a stream might still look at: tests are short.
+ * One lock and one condition for everything; waiting threads look again after each piece of work. Nothing is ever freed
+ * that a stream might still look at: tests are short.
  */
 #define _GNU_SOURCE 1
 #include "fake_cuda.h"
@@ -24,11 +24,11 @@ typedef struct fake_stream {
     uint64_t given, done;
     int number;
     int capture;  /* the last that it was in */
-    bool at_once; /* works on the caller's thread, and has none of its own */
+    bool at_once; /* works on the caller's thread, without its own */
 } fake_stream;
 
 typedef struct event {
-    uint64_t recorded, done; /* how often it was recorded, and which of these has come to pass */
+    uint64_t recorded, done; /* the number of records, and the number of the last one reached */
     int capture;             /* in which it was recorded last; 0: in none */
 } event;
 
@@ -122,9 +122,9 @@ void fake_drain_all(void)
         fake_drain((zs_cu_stream)stream);
 }
 
-/* --- captures ----------------------------------------------------------------------------------------------------------- */
+/* --- captures ----------------------------------------------------------------------------------------------------- */
 
-static _Thread_local zs_cu_capture_mode capture_mode; /* of what this thread may do beside captures */
+static _Thread_local zs_cu_capture_mode capture_mode; /* of this thread's calls during captures */
 static int broken;                                    /* the capture that was broken last */
 
 /* The capture that is under way; 0: none. */
@@ -177,7 +177,7 @@ zs_cu_result fake_cuThreadExchangeStreamCaptureMode(zs_cu_capture_mode *mode)
     return ZS_CU_SUCCESS;
 }
 
-/* --- streams' calls ----------------------------------------------------------------------------------------------------- */
+/* --- streams' calls ----------------------------------------------------------------------------------------------- */
 
 zs_cu_result fake_cuStreamCreateWithPriority(zs_cu_stream *out, unsigned int flags, int priority)
 {
@@ -196,7 +196,7 @@ zs_cu_result fake_cuStreamSynchronize(zs_cu_stream stream)
     return ZS_CU_SUCCESS;
 }
 
-/* --- events ------------------------------------------------------------------------------------------------------------- */
+/* --- events ------------------------------------------------------------------------------------------------------- */
 
 /* An event as it was recorded at some time; one that never was has passed. */
 typedef struct moment {
@@ -273,10 +273,10 @@ zs_cu_result fake_cuEventQuery(zs_cu_event handle)
 zs_cu_result fake_cuEventDestroy(zs_cu_event handle)
 {
     BEGIN(false, "event=%p", (void *)handle);
-    return GOOD(handle != NULL); /* its memory stays: a stream may look at it yet */
+    return GOOD(handle != NULL); /* its memory stays: a stream may still read it */
 }
 
-/* --- for others ----------------------------------------------------------------------------------------------------------- */
+/* --- for others --------------------------------------------------------------------------------------------------- */
 
 typedef struct other_work {
     void (*run)(void *);

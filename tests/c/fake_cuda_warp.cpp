@@ -38,7 +38,7 @@ unsigned fake_warp_max(unsigned value)
     return mine->largest;
 }
 
-/* Has each lane that has not ended run to its next meeting; false if there is none. All lanes meet, or all end. */
+/* Runs each lane that has not ended to its next meeting; false if there is none. All lanes meet, or all end. */
 static bool run_round(fake_warp *mine, unsigned first)
 {
     unsigned running = 0;

@@ -1,4 +1,4 @@
-/* fake_device.hpp - what nvcc would know, for a host compiler: cuda/'s kernels become functions, a call for each thread.
+/* fake_device.hpp - nvcc's built-ins for a host compiler: cuda/'s kernels become functions, a call for each thread.
  *
  * Kernels that talk to no other thread do not notice that the threads of a grid come one after the other. Where lanes
  * of a warp meet, each runs until it gets there before any continues (fake_cuda_warp.cpp). The compiler checks each access of a pack for its alignment (-fsanitize=alignment), as the GPU would.
@@ -23,7 +23,7 @@ struct fake_index {
     unsigned x;
 };
 
-/* Where the one thread is that runs now. */
+/* The place of the one running thread. */
 inline thread_local fake_index blockIdx, threadIdx, blockDim, gridDim;
 
 #define __device__

@@ -1,7 +1,7 @@
 /* fake_group.h - the process group below the c10d transport (csrc/shim/tensor.h), played by an shm transport.
  *
- * No torch is needed, every collective that is issued can be counted, and failures can be made: a test sets
- * a countdown, and the collective that it runs out at fails, late or at once, or never ends. Included once in a program.
+ * No torch is needed, every collective that is issued can be counted, and failures can be made: a test sets a
+ * countdown, and the collective that it runs out at fails, late or at once, or never ends. Included once in a program.
  */
 #ifndef ZS_TEST_FAKE_GROUP_H
 #define ZS_TEST_FAKE_GROUP_H
@@ -17,23 +17,23 @@ struct zs_group {
 
 struct zs_work {
     int looks;        /* so often zs_work_done has said no */
-    int waits;        /* so many waits are still in vain */
+    int waits;        /* so many further waits return early */
     zs_status status; /* how it ends */
 };
 
-static zs_comm *wire;         /* what the group runs over */
+static zs_comm *wire;         /* the transport below the group */
 static int calls;             /* collectives so far */
 static int under_way;         /* works that have not been waited for to their end */
 static int fail_at;           /* the how-many-th collective from now on fails at its start; 0: none */
-static int fail_late_at;      /* likewise, at its end */
-static int last_forever_at;   /* likewise, never ends */
-static int slow_at;           /* likewise, ends after a wait in vain */
-static const char *reading;   /* what one that never ends may read at any time */
-static zs_status failure;     /* with what */
+static int fail_late_at;      /* ... at its end */
+static int last_forever_at;   /* ... never ends */
+static int slow_at;           /* ... ends after a wait in vain */
+static const char *reading;   /* memory that one that never ends may read at any time */
+static zs_status failure;     /* the status */
 static const char *complaint; /* and the words */
 static char last_words[128];  /* of this rank, as the store would have them */
 static int speaker = -1;      /* the rank that has left `last_words` */
-static int absent;            /* ranks besides the wire's: they gather with this one, and say what it says */
+static int absent;            /* ranks besides the wire's: they gather with this one, and repeat its messages */
 static bool ahead;            /* the last of them has made a step more */
 
 zs_status zs_group_new(const char *name, zs_group **out)

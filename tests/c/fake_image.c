@@ -1,7 +1,7 @@
-/* fake_image.c - the image of the kernels, for programs that link what loads it and not cuda_image.c.
+/* fake_image.c - the image of the kernels, for programs that link its loader but not cuda_image.c.
  *
- * The stand-in for libcuda brings kernels of its own, by their names, so the image only has to begin as one does.
- * NO_IMAGE in the environment: there is none, as in a build without nvcc.
+ * The fake of libcuda brings its own kernels, by their names, so the image only has to begin as one does. NO_IMAGE in
+ * the environment: there is none, as in a build without nvcc.
  */
 #include "device/cuda_image.h"
 

@@ -1,12 +1,14 @@
-/* fake_nccl.c - stands in for libnccl (2.28.9) where there is no GPU: the same functions, the same rules, ranks in processes.
+/* fake_nccl.c - a fake of libnccl (2.28.9) for machines without a GPU: the same functions, the same rules, ranks in
+ * processes.
  *
- * Every collective is sends and receives between pairs of ranks that make progress together, as one piece of
- * work on the stream. Bytes go through a file that all ranks map and that the unique id names. What the real one leaves
- * undefined (two threads in one communicator, a call after abort, a call in a forked child) ends the process here.
+ * Every collective is sends and receives between pairs of ranks that make progress together, as one piece of work on
+ * the stream. Bytes go through a file that all ranks map and that the unique id names. Behavior that the real one
+ * leaves undefined (two threads in one communicator, a call after abort, a call in a forked child) ends the process
+ * here.
  *
- * As in the real one, communicators are non-blocking: a call puts nothing on the stream yet, says "in progress", and only
- * when it has been asked for its state a few times (at random) is the work there; a call before that is refused, and what
- * has been refused once is refused for ever.
+ * As in the real one, communicators are non-blocking: a call puts nothing on the stream yet, says "in progress", and
+ * only when it has been asked for its state a few times (at random) is the work there; a call before that is refused,
+ * and a communicator that has refused a call refuses all later ones.
  *
  *   FAKE_NCCL_FAIL=AllGather:2:3       the second ncclAllGather of the process returns 3 (default 3)
  *   FAKE_NCCL_FAIL_LATE=AllGather:2:6  likewise, but found when asked for the state
@@ -52,7 +54,7 @@ const char *ncclGetErrorString(zs_nccl_result result)
     return result >= 0 && result <= ZS_NCCL_IN_PROGRESS ? words[result] : "unknown result code";
 }
 
-/* --- making and ending ---------------------------------------------------------------------------------------------------- */
+/* --- making and ending -------------------------------------------------------------------------------------------- */
 
 zs_nccl_result ncclGetUniqueId(zs_nccl_id *id)
 {
@@ -67,7 +69,7 @@ zs_nccl_result ncclGetUniqueId(zs_nccl_id *id)
     return ZS_NCCL_SUCCESS;
 }
 
-/* What the real one refuses of a config. */
+/* Is a config one that the real library accepts? */
 static bool is_sound(const zs_nccl_config *config)
 {
     bool sizes = config->magic == ZS_NCCL_CONFIG_MAGIC && config->size >= sizeof *config && config->blocking == 0;
@@ -106,7 +108,7 @@ zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id
     return set_busy(comm, F_CommInitRankConfig);
 }
 
-/* Are two ranks on one GPU, as far as they say so? */
+/* Do two ranks report the same GPU? */
 static bool share_a_gpu(const fake *comm)
 {
     board *shared = comm->shared;
@@ -116,7 +118,7 @@ static bool share_a_gpu(const fake *comm)
     return false;
 }
 
-/* What a communicator waits for besides its number of looks; ZS_NCCL_IN_PROGRESS: it has not come. */
+/* The event that a communicator waits for besides its number of looks; ZS_NCCL_IN_PROGRESS: not yet. */
 static int outcome(fake *comm)
 {
     board *shared = comm->shared;
@@ -189,7 +191,7 @@ zs_nccl_result ncclCommAbort(zs_nccl_handle handle)
     return end(comm, true);
 }
 
-/* --- operations -------------------------------------------------------------------------------------------------------- */
+/* --- operations --------------------------------------------------------------------------------------------------- */
 
 /* A communicator's operation; zshard sends bytes. */
 static job *begin_operation(zs_nccl_handle handle, function f, zs_nccl_type type, zs_nccl_stream stream)

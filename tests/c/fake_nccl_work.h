@@ -1,7 +1,8 @@
-/* fake_nccl_work.h - the inside of fake_nccl.c: communicators, and what their operations do on streams. Included once.
+/* fake_nccl_work.h - the inside of fake_nccl.c: communicators, and the work of their operations on streams. Included
+ * once.
  *
- * A job is a list of transfers between pairs of ranks, through one box for each pair, and the arithmetic that
- * follows them; its loop moves whatever can be moved until all is done, or the communicator is aborted.
+ * A job is a list of transfers between pairs of ranks, through one box for each pair, and the arithmetic that follows
+ * them; its loop moves all bytes that can be moved until all is done, or the communicator is aborted.
  */
 #ifndef ZS_TEST_FAKE_NCCL_WORK_H
 #define ZS_TEST_FAKE_NCCL_WORK_H
@@ -38,13 +39,13 @@ static const char *const names[] = {
 /* Bytes from one rank to another. */
 typedef struct box {
     _Atomic int full;
-    int function;   /* what the sender is at */
+    int function;   /* the sender's function */
     uint64_t total; /* bytes that it sends in all */
     uint32_t bytes; /* in `data` */
     char data[CHUNK];
 } box;
 
-/* What the ranks of a communicator share. */
+/* Shared by the ranks of a communicator. */
 typedef struct board {
     _Atomic int arrived, aborted;
     _Atomic pid_t processes[MOST_RANKS]; /* 0: has not come yet, -1: has ended its communicator */
@@ -52,7 +53,7 @@ typedef struct board {
     box boxes[MOST_RANKS][MOST_RANKS];   /* [from][to] */
 } board;
 
-/* A communicator. Never freed: a call on a dead one is to be noticed. */
+/* A communicator. Never freed: calls on a dead one must be noticed. */
 typedef struct fake {
     bool dead;
     int rank, world;
@@ -65,7 +66,7 @@ typedef struct fake {
     _Atomic uint64_t ended;
     uint64_t begun;
     function busy_with; /* while the state is "in progress" */
-    int polls, late;    /* looks until it ends, with what */
+    int polls, late;    /* looks until it ends, and its result */
     struct job *pending;
     struct fake *next;
 } fake;
@@ -80,8 +81,8 @@ typedef struct transfer {
 /* One piece of work on a stream. */
 typedef struct job {
     fake *comm;
-    function called, function; /* by what, and what it is to the peers */
-    uint64_t number;           /* of its communicator: they run in this order, whatever their streams */
+    function called, function; /* the function called, and the peers' name for it */
+    uint64_t number;           /* of its communicator: they run in this order on all streams */
     void *stream;
     pthread_t caller; /* who has queued it */
     transfer *transfers;
@@ -109,7 +110,7 @@ __attribute__((format(printf, 1, 2))) static void die(const char *format, ...)
     abort();
 }
 
-/* A function that the stand-in for the CUDA driver shows, which says what a stream is. */
+/* A function that the fake of the CUDA driver exports, about a stream. */
 static void *drivers_function(const char *name)
 {
     void *symbol = dlsym(RTLD_DEFAULT, name);
@@ -128,7 +129,7 @@ static void enqueue_on(void *stream, void (*run)(void *), void *arg)
     enqueue(stream, run, arg);
 }
 
-/* The stream's number in the log of the stand-in for the driver. */
+/* The stream's number in the log of the fake of the driver. */
 static int number_of_stream(void *stream)
 {
     int (*number)(void *) = NULL;
@@ -174,7 +175,7 @@ __attribute__((format(printf, 1, 2))) static void write_log(const char *format, 
     fclose(log);
 }
 
-/* Counts and logs a call; says with what it is told to fail. */
+/* Counts and logs a call; returns the error to fail with. */
 static int begin_call(function f, const fake *comm, size_t size, const void *stream)
 {
     pthread_mutex_lock(&lock);
@@ -203,7 +204,7 @@ static int leave(fake *comm, int result)
     return result;
 }
 
-/* --- work on a stream ------------------------------------------------------------------------------------------------------ */
+/* --- work on a stream --------------------------------------------------------------------------------------------- */
 
 static void sleep_us(long us)
 {
@@ -246,7 +247,7 @@ static bool is_next(const job *work, size_t i)
     return true;
 }
 
-/* The peers that have gone, a bit each. */
+/* The peers that have exited, a bit each. */
 static uint64_t gone_peers(const fake *comm)
 {
     uint64_t gone = 0;
@@ -257,8 +258,8 @@ static uint64_t gone_peers(const fake *comm)
     return gone;
 }
 
-/* Does the job wait for one of these peers? A peer that has done its part may go while others still wait for each other. One
- * that hangs waits for all. */
+/* Does the job wait for one of these peers? A peer that has done its part may go while others still wait for each
+ * other. One that hangs waits for all. */
 static bool waits_for(const job *work, uint64_t peers)
 {
     if (work->hangs) return peers != 0;
@@ -269,8 +270,8 @@ static bool waits_for(const job *work, uint64_t peers)
     return false;
 }
 
-/* The kernel: spins until all is there, or it is aborted. Where it keeps the host, nobody could abort it (in the real one no call
- * waits for a kernel), so there it ends with the peers that it waits for. */
+/* The kernel: spins until all is there, or it is aborted. If it blocks the host, no thread could abort it (in the real
+ * one no call waits for a kernel), so then it ends with the peers that it waits for. */
 static void run(void *arg)
 {
     job *work = arg;
@@ -280,7 +281,7 @@ static void run(void *arg)
     while (!done && !atomic_load(&comm->aborted)) {
         bool moved = false, turn = atomic_load(&comm->ended) == work->number;
         bool watches = pthread_equal(work->caller, pthread_self());
-        uint64_t gone = watches ? gone_peers(comm) : 0; /* before this look: what a peer left is still taken */
+        uint64_t gone = watches ? gone_peers(comm) : 0; /* before this look: a peer's last bytes are still taken */
         done = turn && !work->hangs;
         for (size_t i = 0; turn && i < work->count; i++) {
             moved = (is_next(work, i) && advance(work, &work->transfers[i])) || moved;
@@ -298,7 +299,7 @@ static void run(void *arg)
     free(work);
 }
 
-/* --- jobs ---------------------------------------------------------------------------------------------------------------- */
+/* --- jobs --------------------------------------------------------------------------------------------------------- */
 
 static job *new_job(fake *comm, function f, void *stream)
 {
@@ -385,7 +386,7 @@ static void add_to_group(job *made)
     *end = made;
 }
 
-/* Logs what an operation will read and write, in the driver's numbers of streams. */
+/* Logs the memory that an operation will read and write, with the driver's numbers of streams. */
 static void log_transfers(const job *made)
 {
     if (getenv("FAKE_NCCL_LOG") == NULL) return;
@@ -398,7 +399,7 @@ static void log_transfers(const job *made)
     }
 }
 
-/* Starts an operation: `made` is what goes on the stream. */
+/* Starts an operation: `made` is the work for the stream. */
 static int submit(job *made, size_t size)
 {
     fake *comm = made->comm;

@@ -1,11 +1,13 @@
-/* fs_faults.c - the Python module _file_faults: faults in zshard's file calls, and a log of them. See tests/lib/file_faults.py.
+/* fs_faults.c - the Python module _file_faults: faults in zshard's file calls, and a log of them. See
+ * tests/lib/file_faults.py.
  *
- * zshard._core has a capsule by which its calls can be watched; this module brings the watcher. Each call asks before and
- * tells after. So calls are counted, the nth can fail, be cut short or be the process's last, and all can be written down.
+ * zshard._core has a capsule by which its calls can be watched; this module has the watcher. Each call asks it before
+ * and reports after. So calls are counted, the nth can fail, be cut short or be the process's last, and all can be
+ * written down.
  *
- * An entry of the log is a line, `call pid fd errno offset length a b c`, and behind it a bytes of the path, b of the other path
- * and c of what was written. Each entry is one write to a file that is open for appending: ranks may share a log, and the order
- * of its entries is one in which the calls can have happened.
+ * An entry of the log is a line, `call pid fd errno offset length a b c`, and behind it a bytes of the path, b of the
+ * other path and c of the written data. Each entry is one write to a file that is open for appending: ranks may share a
+ * log, and the order of its entries is one in which the calls can have happened.
  */
 #define _GNU_SOURCE /* kill, writev */
 #define PY_SSIZE_T_CLEAN

@@ -1,13 +1,14 @@
-/* nccl_failures.c - communicators whose calls fail, whose peers are gone, or whose work does not end (test_nccl_comm.c).
+/* nccl_failures.c - communicators whose calls fail, whose peers have exited, or whose work does not end
+ * (test_nccl_comm.c).
  *
- * Whatever fails, in the library or on another rank, is one error, told by each call from then on, and no hang.
+ * A failure in the library or on another rank is one error, which every later call returns, and no hang.
  */
 #include "nccl_tests.h"
 
 #include <poll.h>
 #include <sys/syscall.h>
 
-/* --- failures --------------------------------------------------------------------------------------------------------------- */
+/* --- failures ----------------------------------------------------------------------------------------------------- */
 
 static void count_lost(void *arg, zs_status failure, const char *why)
 {
@@ -29,8 +30,8 @@ static zs_status do_everything(rank_env *env, zs_nccl_comm *comm)
     return ZS_OK;
 }
 
-/* FAKE_NCCL_FAIL or FAKE_NCCL_FAIL_LATE or FAKE_NCCL_ASYNC is set by test_nccl.py, and ZS_TEST_WORDS says what the failure
- * has to name; without ZS_TEST_WORDS the failure comes at the end, when nobody is told. */
+/* FAKE_NCCL_FAIL or FAKE_NCCL_FAIL_LATE or FAKE_NCCL_ASYNC is set by test_nccl.py, and ZS_TEST_WORDS has the words of
+ * the message; without ZS_TEST_WORDS the failure comes at the end, and is not reported. */
 void a_failing_call_is_an_error_and_no_more(rank_env *env)
 {
     const char *words = getenv("ZS_TEST_WORDS");
@@ -57,7 +58,7 @@ void a_failing_call_is_an_error_and_no_more(rank_env *env)
     zs_nccl_comm_free(comm);
 }
 
-/* --- peers that are gone ------------------------------------------------------------------------------------------------- */
+/* --- peers that have exited --------------------------------------------------------------------------------------- */
 
 /* Word of a failure travels over the board, as it does over a transport. */
 static void tell_board(void *arg, zs_status failure, const char *why)
@@ -80,7 +81,7 @@ static zs_nccl_options over_board(rank_env *env, double timeout)
         .name = "all", .timeout = timeout, .gone = ask_board, .lost = tell_board, .arg = env->board};
 }
 
-/* Only the last rank fails; the others, whose kernels would wait for ever, hear of it. */
+/* Only the last rank fails; the others, whose kernels would wait forever, learn of it. */
 void one_rank_fails_and_the_others_hear(rank_env *env)
 {
     bool last = env->rank == env->world - 1;
@@ -131,7 +132,7 @@ static zs_nccl_comm *make_watching(rank_env *env)
     return make_with(env, options);
 }
 
-/* A rank that has done its part and left: what is still under way here may end well. */
+/* A rank that has done its part and left: operations still under way here may end well. */
 void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
 {
     if (env->rank != 1) setenv("FAKE_NCCL_DELAY_US", "500000", 1);
@@ -162,7 +163,7 @@ void a_killed_rank_is_reported_within_seconds(rank_env *env)
     zs_nccl_comm_free(comm);
 }
 
-/* --- what does not end -------------------------------------------------------------------------------------------------- */
+/* --- what does not end -------------------------------------------------------------------------------------------- */
 
 void work_that_does_not_end_is_broken_off(rank_env *env)
 {
@@ -181,7 +182,7 @@ void work_that_does_not_end_is_broken_off(rank_env *env)
     zs_nccl_comm_free(comm);
 }
 
-/* Work that goes on, however long in all, and work that was forgotten, is nobody's fault. */
+/* Work that makes progress, for any total time, and work that was forgotten, is not a failure. */
 void progress_is_no_timeout(rank_env *env)
 {
     setenv("FAKE_NCCL_DELAY_US", "40000", 1);

@@ -1,4 +1,4 @@
-/* nccl_tests.h - what the tests of communicators share: streams and events of the stand-in for NCCL, patterns, gathers.
+/* nccl_tests.h - shared by the tests of communicators: streams and events of the fake of NCCL, patterns, gathers.
  *
  * The tests are one program, test_nccl_comm.c, of two files; bodies that are not in that one are declared here.
  */
@@ -11,7 +11,7 @@
 
 #include "comm/nccl/nccl_comm.h"
 
-/* A function of the stand-in for the CUDA driver, whose streams the one for NCCL uses. */
+/* A function of the fake of the CUDA driver, whose streams the one for NCCL uses. */
 static inline void *drivers_function(const char *name)
 {
     void *library = dlopen(getenv("ZSHARD_CUDA_LIB"), RTLD_NOW);
@@ -37,7 +37,7 @@ typedef struct event {
     _Atomic int happened;
 } event;
 
-/* What the stream does for an event. */
+/* The stream's work for an event. */
 static inline void happen(void *arg)
 {
     atomic_store(&((event *)arg)->happened, 1);
@@ -82,14 +82,14 @@ static inline zs_nccl_comm *make(rank_env *env, const char *name)
     return make_with(env, (zs_nccl_options){.name = name, .timeout = 30.0});
 }
 
-/* Has the communicator watch that it gets as far as this on the stream. */
+/* Makes the communicator watch that it reaches this point of the stream. */
 static inline void watch(zs_nccl_comm *comm, event *e, const char *what)
 {
     record(e, STREAM_A);
     OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, e, what}));
 }
 
-/* What a rank has in the i-th byte: `salt` tells one use from another. */
+/* A rank's i-th byte; `salt` distinguishes uses. */
 static inline unsigned char byte_of(int rank, size_t i, unsigned salt)
 {
     return (unsigned char)((unsigned)rank * 37u + (unsigned)i * 11u + (unsigned)(i >> 8) + salt);
@@ -122,7 +122,7 @@ static inline void gather(rank_env *env, zs_nccl_comm *comm, size_t bytes, bool 
     free(shard);
 }
 
-/* Sends each rank its own bytes, and checks what has come from each. */
+/* Sends each rank its own bytes, and checks those from each. */
 static inline void swap_all(rank_env *env, zs_nccl_comm *comm, size_t bytes)
 {
     size_t whole = (size_t)env->world * bytes;

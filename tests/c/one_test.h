@@ -1,4 +1,4 @@
-/* one_test.h - checks, and programs of tests of which each process runs one, `program NAME`.
+/* one_test.h - checks, and test programs that run one test per process, `program NAME`.
  *
  * A check that fails ends the process, and a crash is the failure of that test alone.
  */

@@ -21,7 +21,7 @@ enum { MAX_RANKS = 4 };
 typedef struct board {
     char addresses[MAX_RANKS][128];
     _Atomic int listening;
-    _Atomic int step; /* for tests: where the rank that leads the test stands */
+    _Atomic int step; /* for tests: the progress of the rank that leads the test */
 } board;
 
 typedef struct rank_env {

@@ -19,7 +19,7 @@ static uint64_t want(uint64_t word, char letter, bool changed)
     return zs_word_want(word, &reading);
 }
 
-/* --- a step of one rank -------------------------------------------------------------------------------------------------- */
+/* --- a step of one rank ------------------------------------------------------------------------------------------- */
 
 char model_letter(const world_state *w, int me)
 {
@@ -62,7 +62,7 @@ static void store(rank_state *me, uint64_t word)
     me->word = word;
 }
 
-/* What a rank has written by hand is complete, it says. */
+/* A rank declares its writes by hand complete. */
 static void complete(rank_state *me, bool changed)
 {
     uint64_t next = zs_word_complete(me->word, changed);
@@ -112,7 +112,7 @@ static void take_letter(rank_state *me, char letter)
     }
 }
 
-/* What comes after a pass has been admitted. */
+/* A pass has been admitted. */
 static void admitted(rank_state *me, char letter)
 {
     if (is_backward(letter))
@@ -135,7 +135,7 @@ static bool by_hand(char letter)
 
 enum { FINE, OTHER_VERSION, HALF_WRITTEN };
 
-/* What is wrong with a peer's shard, as this rank sees it. */
+/* The fault of a peer's shard, as this rank sees it. */
 static uint8_t check_read(const world_state *w, int me, int peer)
 {
     uint8_t seen = w->rank[peer].shard;
@@ -144,8 +144,8 @@ static uint8_t check_read(const world_state *w, int me, int peer)
     return seen != w->rank[me].shard ? OTHER_VERSION : FINE;
 }
 
-/* What is wrong with a pass that is about to end well. A backward of old gradients, on a rank that another has left behind by a
- * step, is told of at the next forward. */
+/* The fault of a pass that is about to end well. A backward of old gradients, on a rank that another has left behind by
+ * a step, is reported at the next forward. */
 static const char *check_pass(world_state *w, int i, bool backward)
 {
     rank_state *me = &w->rank[i];
@@ -305,7 +305,7 @@ const char *model_step(world_state *w, int i, bool interrupt)
         store(me, zs_word_wrote(me->word, !by_hand(letter)));
         done_with_letter(me);
         break;
-    case MEET: /* the script's own collective: what it has written by hand is complete */
+    case MEET: /* the script's own collective: its writes by hand are complete */
         complete(me, changed);
         me->looks = 0;
         me->met++;

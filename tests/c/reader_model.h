@@ -1,14 +1,14 @@
 /* reader_model.h - one rank that runs the reader protocol of shm_reader.c, in steps.
  *
- * The protocol's decisions are pure functions of two words (shm_word.h), so the very functions that are compiled
- * into zshard run here, in a model in which each load and each store of shared memory is a step. What shm_reader.c does around
- * them is written once more in reader_model.c, a step per case, in the same order.
+ * The protocol's decisions are pure functions of two words (shm_word.h), so the very functions that are compiled into
+ * zshard run here, in a model in which each load and each store of shared memory is a step. What shm_reader.c does
+ * around them is written once more in reader_model.c, a step per case, in the same order.
  *
- * A peer's word and its looks are loaded at once: the second may be of a later moment, but then it only makes a wait longer, or
- * ends one that the look has ended.
+ * A peer's word and its looks are loaded at once: the second may be of a later moment, but then it only makes a wait
+ * longer, or ends one that the look has ended.
  *
- * Waits look at one peer after the other, and do not come back to those that were as they should be: the real ones need all at
- * once, and are woken by any change. Not here: writes within a pass, steps with a closure, and a second step after one backward,
+ * Waits check one peer after the other, and do not recheck peers that were ready: the real ones need all at once, and
+ * are woken by any change. Not here: writes within a pass, steps with a closure, and a second step after one backward,
  * which histories do not count (a script may have several optimizers).
  */
 #ifndef READER_MODEL_H
@@ -18,14 +18,14 @@
 
 enum { MAX_RANKS = 3, HALF = 255 };
 
-/* Where a rank is; the access that it makes next. */
+/* A rank's place: the access that it makes next. */
 typedef enum place {
     NEXT,       /* (no access) takes the next letter */
     TELL,       /* stores its history */
     WANT,       /* stores that it wants a pass */
     ADMIT,      /* loads a peer's word: does it admit? */
     ENTER,      /* stores that it reads */
-    RECHECK,    /* loads once more: does it stand still? */
+    RECHECK,    /* loads once more: is it unchanged? */
     BACK_OFF,   /* stores again that it wants */
     APART,      /* loads a peer's word: does it clash with this training forward? */
     COMPARE,    /* loads a peer's history */
@@ -45,7 +45,7 @@ typedef enum place {
     SCRIBBLED,  /* stores all of them */
     WRITTEN,    /* stores its history */
     WROTE,      /* stores that it writes no more */
-    MEET,       /* stores that it has come to the script's own collective */
+    MEET,       /* stores that it has reached the script's own collective */
     MET,        /* loads whether a peer has */
     GONE        /* has ended */
 } place;
@@ -53,14 +53,14 @@ typedef enum place {
 typedef struct rank_state {
     uint64_t word, wanted;
     uint8_t looks, work;
-    uint8_t at, peer, letter;      /* place; the peer that it looks at; position in its program */
-    uint8_t shard, written;        /* values in its shard; what the last known write has left there */
+    uint8_t at, peer, letter;      /* place; the peer that it checks; position in its program */
+    uint8_t shard, written;        /* values in its shard; those of the last known write */
     uint8_t history, told, posted; /* its own; what peers see; rounds */
     uint8_t failed, died, next_shard;
     uint8_t reductions, stepped, met;
     uint8_t kept;    /* a graph that a backward has kept */
-    uint8_t wrong;   /* has read what it should not have, in a pass that may still fail */
-    uint8_t tainted; /* a backward of its own has gone wrong: its next forward must fail */
+    uint8_t wrong;   /* has read wrong values, in a pass that may still fail */
+    uint8_t tainted; /* its own backward has gone wrong: its next forward must fail */
     uint8_t graph;   /* a forward has succeeded that a backward may follow */
 } rank_state;
 
@@ -73,17 +73,17 @@ typedef struct program {
     bool legal; /* nothing may fail or wait for ever */
 } program;
 
-/* How many ranks there are, and what they run. */
+/* The number of ranks, and their programs. */
 extern int model_ranks;
 extern const program *model_running;
 
 /* The letter of its program that a rank is at. */
 char model_letter(const world_state *w, int me);
 
-/* Puts a rank to another place, where it looks at rank 0 first. */
+/* Moves a rank to another place, where it checks rank 0 first. */
 void model_go(rank_state *me, place at);
 
-/* Can rank `i` make a step? Those that wait cannot, if nobody interrupts them. */
+/* Can rank `i` make a step? Waiting ranks cannot, unless they are interrupted. */
 bool model_can_step(const world_state *w, int i);
 
 /* The step; NULL or the promise that it breaks. `interrupt`: an interrupted forward stops waiting here. */

@@ -1,7 +1,7 @@
-/* schedule_player.h - autograd and an engine for the schedule, played: an executor that writes down what it is told to do.
+/* schedule_player.h - autograd and an engine for the schedule, played: an executor that logs its actions.
  *
- * It judges what it is told: nothing is bound that was not gathered, packed without a bucket, summed out of
- * order. So a pass is a line of text that can be read. For test_schedule.c alone.
+ * It judges them: nothing is bound that was not gathered, packed without a bucket, summed out of order. So a pass is a
+ * line of text that can be read. For test_schedule.c alone.
  */
 #ifndef ZS_SCHEDULE_PLAYER_H
 #define ZS_SCHEDULE_PLAYER_H
@@ -11,11 +11,11 @@
 
 enum { MOST_UNITS = 6, MOST_PARAMS = 3, MOST_BUCKETS = 32 };
 
-/* --- the executor --------------------------------------------------------------------------------------------------------- */
+/* --- the executor ------------------------------------------------------------------------------------------------- */
 
 typedef struct model model;
 
-/* What peers have done of a round. */
+/* The peers' progress in a round. */
 typedef enum peers { NOTHING, POSTED, SHARED, READ } peers;
 
 typedef struct unit {
@@ -60,7 +60,7 @@ static void say(model *m, const char *word, char name)
              name);
 }
 
-/* What every action that may fail begins with. */
+/* The begin of every action that may fail. */
 static zs_status act(model *m, const char *word, char name)
 {
     say(m, word, name);
@@ -298,7 +298,7 @@ static const zs_actions actions = {
     .end = end,
 };
 
-/* --- models ----------------------------------------------------------------------------------------------------------------- */
+/* --- models ------------------------------------------------------------------------------------------------------- */
 
 static const zs_traits sharded = {.reduces = true, .bucket_bytes = 64};
 static const zs_traits zero2 = {.reduces = true, .bucket_bytes = 64, .stays = true};
@@ -387,7 +387,7 @@ static zs_status back(model *m, int i)
     return ZS_OK;
 }
 
-/* As autograd does: the outermost output's hook first, then what is within, from the last to the first. */
+/* As autograd does: the outermost output's hook first, then the inner ones, from the last to the first. */
 static zs_status backward(model *m)
 {
     unit *root = &m->units[0];

@@ -1,7 +1,7 @@
 /* test_comm_c10d.c - the c10d transport's own logic, and the self transport, by the tests of any_transport.h.
  *
- * The process group is that of fake_group.h, over shm. What is real here is all of comm_c10d.c;
- * torch_c10d.cpp is tested from Python.
+ * The process group is that of fake_group.h, over shm. All of comm_c10d.c is real; torch_c10d.cpp is tested from
+ * Python.
  */
 #include "any_transport.h"
 #include "fake_group.h"
@@ -22,7 +22,7 @@ static void over_c10d(rank_env *env, rank_body body)
     env->comm = wire;
 }
 
-/* --- what only c10d does --------------------------------------------------------------------------------------------------- */
+/* --- what only c10d does ------------------------------------------------------------------------------------------ */
 
 static void gather_fills_the_full_buffer(rank_env *env)
 {
@@ -40,7 +40,7 @@ static void gather_fills_the_full_buffer(rank_env *env)
     zs_mem_release(full);
 }
 
-/* The bitmap and the order's check cost no collective of their own, nor does a unit with several flats. */
+/* The bitmap and the order's check cost no extra collective, nor does a unit with several flats. */
 static void rounds_cost_one_collective(rank_env *env)
 {
     test_unit units[UNITS];
@@ -73,7 +73,7 @@ static void looking(rank_env *env)
         read_sources(env, &units[0], 0, &from, true);
         post_unit(env, &units[1], 1, true);
         CHECK(under_way == 1);
-        free_units(env, units); /* waits for what is under way */
+        free_units(env, units); /* waits for work under way */
         CHECK(under_way == 0);
     }
 }
@@ -112,7 +112,7 @@ static void *gather_with_many(void *arg)
     return NULL;
 }
 
-/* A script may train on a thread of its own: what is compared grows with ranks, and does not lie on its stack. */
+/* A script may train on its own thread: the compared turns grow with ranks, and are not on its stack. */
 static void many_ranks_on_a_little_stack(rank_env *env)
 {
     if (env->rank != 0) return;
@@ -161,7 +161,7 @@ static void make_few_units(rank_env *env, int n, size_t shard_bytes, zs_cunit **
 #define FIRST "rank 0 was broadcasting 8 bytes from rank 0 (message 1) in load()"
 #define SECOND "rank 1 was " MESSAGE " in load()"
 
-/* What ranks that differ are in, and what they then say; the last one is for all further ranks. */
+/* Collectives of ranks that differ, and their messages; the last one is for all further ranks. */
 static const struct part {
     int begins;
     size_t bytes;
@@ -172,7 +172,7 @@ static const struct part {
      {POST, 0, NULL, GRADIENTS "'left' (round 1), but rank 0 was " GRADIENTS "'right' (round 1)"}},
     {{GATHER, 64, NULL, "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"},
      {BROADCAST, 256, NULL, "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering"}},
-    /* Three calls, of which one has no name. */
+    /* Three calls, one without a name. */
     {{EXCHANGE, 1, NULL, "rank 0 was " MESSAGE ", but rank 1 was in save(); run"},
      {EXCHANGE, 1, "save()", "rank 1 was in save(), but rank 0 was " MESSAGE "; run"},
      {EXCHANGE, 1, "load()", " was in load(), but rank 0 was " MESSAGE "; run"}},
@@ -181,7 +181,7 @@ static const struct part {
     {{BROADCAST, 8, "load()", SECOND}, {EXCHANGE, 1, "load()", SECOND}, {EXCHANGE, 2, "load()", ""}},
 };
 
-/* All hear of it, and can go on. */
+/* All learn of it, and can continue. */
 static void ranks_that_differ(rank_env *env)
 {
     zs_comm *comm = env->comm;
@@ -203,7 +203,7 @@ static void ranks_that_differ(rank_env *env)
     env->comm = comm;
 }
 
-/* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
+/* All ranks wait here, below the transport, so that no rank has exited before the others have looked. */
 static void stay(rank_env *env)
 {
     char none[1] = "";
@@ -228,7 +228,7 @@ static zs_device poor_device(void)
     return (zs_device){&ops, zs_device_cpu()->where};
 }
 
-/* A rank without memory does not begin what the others are in: what it does next is not taken for its part of that. */
+/* A rank without memory does not begin the others' collective: its next one is not taken for its part of that. */
 static void memory_that_runs_out(rank_env *env)
 {
     static const int allocations[] = {[EXCHANGE] = 2, [BROADCAST] = 2, [POST] = 3};
@@ -239,7 +239,7 @@ static void memory_that_runs_out(rank_env *env)
             zs_cunit *unit = NULL;
             left = 1000;
             make_few_units(env, 1, 64 << 10, &unit);
-            zs_cunit_free(env->comm, unit); /* the last one: all areas go, too */
+            zs_cunit_free(env->comm, unit); /* the last one: frees all areas as well */
             make_few_units(env, 1, 64 << 10, &unit);
             env->comm->device = &poor;
             if (env->rank == 1) {
@@ -257,7 +257,7 @@ static void memory_that_runs_out(rank_env *env)
     }
 }
 
-/* A rank that cannot tell what it has done, when turns differ, has lost the transport: the others are in that exchange.
+/* A rank that cannot publish its history when turns differ has lost the transport: the others are in that exchange.
  * Here they find its reason in the store. */
 static void no_memory_for_words(rank_env *env)
 {
@@ -270,7 +270,7 @@ static void no_memory_for_words(rank_env *env)
     env->comm->device = &poor;
     OK(zs_comm_exchange(env->comm, &byte, 1, all));
     if (env->rank == 1) {
-        left = 0; /* it has what a byte needs */
+        left = 0; /* it has memory for a byte */
     } else {
         last_forever_at = 2; /* the texts */
         speaker = 1;
@@ -368,7 +368,8 @@ static void gathers_that_some_leave_out(rank_env *env)
     free_units(env, units);
 }
 
-/* What was written since the forward began is brought to no gather of others, and what a model does not have neither. */
+/* A rank contributes to no gather of others if it has written since the forward began, or if the model lacks the
+ * unit. */
 static void gathers_of_what_was_written_since(rank_env *env)
 {
     zs_flat_mem flats[FLATS];
@@ -383,7 +384,7 @@ static void gathers_of_what_was_written_since(rank_env *env)
     end_forward(env, reader, flats);
 }
 
-/* What a second thread does, while the first one is in a collective. */
+/* The act of a second thread while the first one is in a collective. */
 static void *exchange_beside(void *arg)
 {
     rank_env *env = arg;
@@ -429,7 +430,7 @@ static void failures_are_explained(rank_env *env)
     FAILS(zs_comm_c10d_new("nobody", &(zs_ranks_of_hosts){.world = 2}, 1.0, &none), ZS_ERR_TORCH, "nobody");
 }
 
-/* A collective that fails at its start, and a peer of which nothing is known. */
+/* A collective that fails at its start, and a peer without a report. */
 static void unknown_peers_are_listed(rank_env *env)
 {
     failure = ZS_ERR_PEER;
@@ -441,7 +442,7 @@ static void unknown_peers_are_listed(rank_env *env)
     stay(env);
 }
 
-/* What a rank said before it gave up is what the others say. */
+/* The others repeat a rank's last message before it gave up. */
 static void last_words_are_told(rank_env *env)
 {
     char byte = 0, all[MAX_RANKS];
@@ -458,7 +459,7 @@ static void last_words_are_told(rank_env *env)
     stay(env);
 }
 
-/* Rank 1 dies in a collective that then never ends: the others notice by themselves, and name it. */
+/* Rank 1 dies in a collective that then never ends: the others notice, and name it. */
 static void dead_rank_is_found(rank_env *env)
 {
     char byte = 0, all[MAX_RANKS];
@@ -468,7 +469,7 @@ static void dead_rank_is_found(rank_env *env)
     FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "rank 1 (pid ");
     FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "exited");
     CHECK(now() - start < 4.0);
-    exit(0); /* the wire has lost a rank, too */
+    exit(0); /* the wire has also lost a rank */
 }
 
 static bool always(void)
@@ -476,7 +477,7 @@ static bool always(void)
     return true;
 }
 
-/* Ctrl-C ends a wait; what is under way cannot be taken back. */
+/* Ctrl-C ends a wait; work under way cannot be undone. */
 static void interrupted_wait_ends_the_transport(rank_env *env)
 {
     char byte = 0, all[MAX_RANKS];
@@ -488,7 +489,7 @@ static void interrupted_wait_ends_the_transport(rank_env *env)
     zs_comm_on_wait(NULL);
 }
 
-/* What abandoned gathers read stays, too: rank 0's own, and what the others bring to it. */
+/* Shards that abandoned gathers read are kept as well: rank 0's, and those that the others contribute. */
 static void interrupted_gathers_keep_shards(rank_env *env)
 {
     zs_flat_mem flats[FLATS];

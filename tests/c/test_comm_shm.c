@@ -9,7 +9,7 @@
 
 #include "comm/shm/shm.h"
 
-/* --- flats and buckets --------------------------------------------------------------------------------------------- */
+/* --- flats and buckets -------------------------------------------------------------------------------------------- */
 
 static void flats_of_all_ranks_are_contiguous(rank_env *env)
 {
@@ -58,7 +58,7 @@ static void freed_memory_is_reused(rank_env *env)
     meet(env);
     zs_mem *kept = zs_mem_retain(flat.mem);
     zs_comm_flat_free(env->comm, &flat);
-    CHECK(pages_of(shm->flats) == 2048 * env->world); /* a view still stands on it */
+    CHECK(pages_of(shm->flats) == 2048 * env->world); /* a view still uses it */
     meet(env);
     zs_mem_release(kept);
     uint64_t key = first.key;
@@ -66,7 +66,7 @@ static void freed_memory_is_reused(rank_env *env)
     zs_comm_bucket_free(env->comm, &first);
     CHECK(pages_of(shm->buckets) == 0);
     char byte = 0, all[MAX_RANKS];
-    OK(zs_comm_exchange(env->comm, &byte, 1, all)); /* others may look at a flat until all have freed it */
+    OK(zs_comm_exchange(env->comm, &byte, 1, all)); /* others may read a flat until all have freed it */
     CHECK(pages_of(shm->flats) == 0);
     for (int i = 0; i < 100; i++) { /* recycled: neither the file nor the peers' mappings grow */
         OK(zs_comm_bucket_new(env->comm, 5 << 20, &second));
@@ -130,9 +130,9 @@ static void memory_is_freed_on_any_thread(rank_env *env)
     }
 }
 
-/* --- rounds in ways that only shm allows ------------------------------------------------------------------------------ */
+/* --- rounds in ways that only shm allows -------------------------------------------------------------------------- */
 
-/* Each rank posts in an order of its own, polls, and finishes in another order. */
+/* Each rank posts in its own order, polls, and finishes in another order. */
 static void rounds_in_any_order(rank_env *env)
 {
     test_unit units[UNITS];
@@ -181,7 +181,7 @@ static void empty_rounds_run_ahead(rank_env *env)
     free_units(env, units);
 }
 
-/* All ranks stand at two different units' rounds: those that may yield do so, soon, and then can post the other one. */
+/* All ranks wait in two different units' rounds: those that may yield do so, soon, and then can post the other one. */
 static void deadlocks_resolve_by_yielding(rank_env *env)
 {
     test_unit units[UNITS];
@@ -212,7 +212,7 @@ static void deadlocks_resolve_by_yielding(rank_env *env)
     free_units(env, units);
 }
 
-/* --- readers --------------------------------------------------------------------------------------------------------------- */
+/* --- readers ------------------------------------------------------------------------------------------------------ */
 
 enum { WORDS = 1024 };
 
@@ -281,12 +281,12 @@ static void free_model(rank_env *env, model *m)
     zs_comm_reader_free(env->comm, m->reader);
 }
 
-/* Training with everything that a rank may do alone or together; what is read must always be this step's version. */
+/* Training with everything that a rank may do alone or together; reads must always give this step's version. */
 static void readers_never_see_a_wrong_version(rank_env *env)
 {
     model m;
     make_model(env, &m);
-    unsigned common = 99; /* the ranks' shared dice: what all do together */
+    unsigned common = 99; /* the ranks' shared dice, for joint acts */
     for (uint32_t step = 1; step <= 150; step++) {
         uint32_t version = step * 10;
         OK(zs_comm_write_begin(env->comm, m.reader));
@@ -312,7 +312,7 @@ static void readers_never_see_a_wrong_version(rank_env *env)
     free_model(env, &m);
 }
 
-/* --- forked children ------------------------------------------------------------------------------------------------------- */
+/* --- forked children ---------------------------------------------------------------------------------------------- */
 
 static void use_as_a_child(rank_env *env, zs_flat_mem *flat)
 {
@@ -345,7 +345,7 @@ static void forked_children_are_harmless(rank_env *env)
     zs_comm_flat_free(env->comm, &flat);
 }
 
-/* --- the list ---------------------------------------------------------------------------------------------------------------- */
+/* --- the list ----------------------------------------------------------------------------------------------------- */
 
 static const rank_test tests[] = {
     TEST(flats_of_all_ranks_are_contiguous, .least = 2),

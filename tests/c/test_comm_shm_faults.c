@@ -1,6 +1,6 @@
-/* test_comm_shm_faults.c - what the shm transport does when things go wrong: no wait hangs, every message names who.
+/* test_comm_shm_faults.c - failures over the shm transport: no wait hangs, every message names the rank.
  *
- * Ranks wait for a minute, and what they are told then would be another error.
+ * Ranks wait for a minute, after which the error would be another one.
  */
 #include "ranks.h"
 
@@ -52,7 +52,7 @@ static zs_status meet(rank_env *env)
     return zs_comm_exchange(env->comm, &mine, 1, all);
 }
 
-/* Marks that this rank is through with what it had to see. */
+/* Marks that this rank has seen all that it needs. */
 static void arrive(rank_env *env)
 {
     atomic_fetch_add(&env->board->step, 1);
@@ -70,7 +70,7 @@ static void die_late(void)
     kill(getpid(), SIGKILL);
 }
 
-/* --- peers that are gone ------------------------------------------------------------------------------------------------ */
+/* --- peers that have exited --------------------------------------------------------------------------------------- */
 
 static void peer_killed_while_awaited(rank_env *env)
 {
@@ -109,7 +109,7 @@ static void memory_of_a_dead_peer_stays_readable(rank_env *env)
     }
     wait_for_arrivals(env, 1);
     sleep_us(50000);
-    OK(collect(env, unit)); /* what it gave before it died is there */
+    OK(collect(env, unit)); /* its contribution before it died is there */
 }
 
 /* A rank that dies while it posts where its optimizer state lies leaves a number that says so for ever. */
@@ -155,7 +155,7 @@ static void peer_killed_in_a_reader_wait(rank_env *env)
     zs_comm_reader_free(env->comm, reader);
 }
 
-/* --- deadlines ------------------------------------------------------------------------------------------------------------ */
+/* --- deadlines ---------------------------------------------------------------------------------------------------- */
 
 static void timeout_names_the_late_ranks(rank_env *env)
 {
@@ -212,7 +212,7 @@ static void waits_can_be_interrupted(rank_env *env)
     wait_for_arrivals(env, 1);
 }
 
-/* --- aborts and divergence --------------------------------------------------------------------------------------------------- */
+/* --- aborts and divergence ---------------------------------------------------------------------------------------- */
 
 static void abort_message_reaches_peers(rank_env *env)
 {
@@ -228,10 +228,10 @@ static void abort_message_reaches_peers(rank_env *env)
         CHECK(strstr(zs_last_message(), "second") == NULL);
     }
     wait_for_arrivals(env, 1);
-    FAILS(meet(env), ZS_ERR_PEER, "rank 1"); /* for the rank that gave up, too */
+    FAILS(meet(env), ZS_ERR_PEER, "rank 1"); /* also for the rank that gave up */
 }
 
-/* A poll that is not ready hears of an abort as well, though it does not wait. */
+/* A poll that is not ready also detects an abort, though it does not wait. */
 static void abort_ends_polling(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
@@ -325,7 +325,7 @@ static void two_threads_do_not_wait_at_a_time(rank_env *env)
     OK(meet(env));
 }
 
-/* --- joining ------------------------------------------------------------------------------------------------------------------- */
+/* --- joining ------------------------------------------------------------------------------------------------------ */
 
 static zs_status try_to_join(rank_env *env, const char *token, bool unknown, zs_comm **comm)
 {
@@ -403,7 +403,7 @@ static void no_descriptor_is_left_open(rank_env *env)
     CHECK(open_descriptors() == before);
 }
 
-/* --- the list ------------------------------------------------------------------------------------------------------------------ */
+/* --- the list ----------------------------------------------------------------------------------------------------- */
 
 static const rank_test tests[] = {
     TEST(peer_killed_while_awaited, .least = 2, .killed = 1),

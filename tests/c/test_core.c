@@ -177,7 +177,7 @@ static void used_slot_outlives_the_arena(void)
     zs_arena_free(NULL);
 }
 
-/* --- layout (tests/core/test_c_core.py has its properties) ----------------------------------------- */
+/* --- layout (tests/core/test_c_core.py has its properties) -------------------------------------------------------- */
 
 static void refuse(const int64_t *numels, int64_t n, size_t itemsize, int world, const char *part)
 {

@@ -1,7 +1,7 @@
-/* test_cuda_driver.c - cuda_driver.h on the stand-in for libcuda: what is found, what fails how, what waits for what.
+/* test_cuda_driver.c - cuda_driver.h on the fake of libcuda: the search, failures, and waits.
  *
- * The driver is looked for once in a process, so a process runs one test, `test_cuda_driver NAME`, in the
- * environment that tests/gpu/test_cuda_driver.py has made for it; some print what they got, for it to judge.
+ * A process looks for the driver once, so a process runs one test, `test_cuda_driver NAME`, in the environment that
+ * tests/gpu/test_cuda_driver.py has made for it; some print their results, which it checks.
  */
 #define _GNU_SOURCE 1
 #include "device/cuda_driver.h"
@@ -24,7 +24,7 @@ static zs_cu_stream new_stream(void)
     return stream;
 }
 
-/* --- finding it ------------------------------------------------------------------------------------------------------- */
+/* --- finding it --------------------------------------------------------------------------------------------------- */
 
 /* Prints what there is, and how loading it fails. */
 static void say(void)
@@ -47,7 +47,7 @@ static void describe(void)
     FAILS(zs_cuda_describe_device(5, &device), ZS_ERR_CUDA, "cuDeviceGet: ");
 }
 
-/* --- contexts ------------------------------------------------------------------------------------------------------------ */
+/* --- contexts ----------------------------------------------------------------------------------------------------- */
 
 static void *enter_and_allocate(void *out)
 {
@@ -79,7 +79,7 @@ static void no_such_device(void)
     FAILS(zs_cuda_enter(-1), ZS_ERR_VALUE, "");
 }
 
-/* --- errors ------------------------------------------------------------------------------------------------------------- */
+/* --- errors ------------------------------------------------------------------------------------------------------- */
 
 static zs_status work_with_memory(void)
 {
@@ -140,7 +140,7 @@ static zs_status work_with_everything(void)
     return zs_cuda_scale(&numbers, 2.0, NULL, NULL);
 }
 
-/* Prints what came of the work; whatever failed, the record says so. */
+/* Prints the outcome of the work; the record names any failure. */
 static void work(void)
 {
     zs_status status = work_with_everything();
@@ -148,7 +148,7 @@ static void work(void)
     printf("%d %s\n", (int)status, zs_last_message());
 }
 
-/* With cuStreamSynchronize told to fail once by an error that spoils the context. */
+/* cuStreamSynchronize fails once by an error that spoils the context. */
 static void spoiled_context_refuses_all(void)
 {
     zs_cu_ptr memory;
@@ -170,7 +170,7 @@ static void out_of_memory_is_told_apart(void)
     OK(zs_cuda_enter(0));
     FAILS(ZS_CU(cuMemAlloc, &memory, (size_t)1 << 50), ZS_ERR_MEMORY,
           "cuMemAlloc: the GPU is out of memory (CUDA_ERROR_OUT_OF_MEMORY)");
-    OK(ZS_CU(cuMemAlloc, &memory, 100)); /* and all goes on */
+    OK(ZS_CU(cuMemAlloc, &memory, 100)); /* and all continues */
 }
 
 static void giving_back_leaves_no_record(void)
@@ -180,7 +180,7 @@ static void giving_back_leaves_no_record(void)
     CHECK(zs_last_status() == ZS_OK);
 }
 
-/* --- streams -------------------------------------------------------------------------------------------------------------- */
+/* --- streams ------------------------------------------------------------------------------------------------------ */
 
 static void launch_waits_for_its_kernel_if_told_to(void)
 {
@@ -191,7 +191,7 @@ static void launch_waits_for_its_kernel_if_told_to(void)
     CHECK(x[3] == 8);
 }
 
-/* --- running one ------------------------------------------------------------------------------------------------------------ */
+/* --- running one -------------------------------------------------------------------------------------------------- */
 
 static const one_test tests[] = {
     TEST(say),

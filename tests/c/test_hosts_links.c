@@ -41,11 +41,11 @@ zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_a
     return ZS_OK;
 }
 
-/* Two hosts, of which this is the first, and the other's ends of the connections. */
+/* Two hosts: this is the first. With the other's ends of the connections. */
 typedef struct pair {
     zs_hosts_comm comm;
     zs_hosts_move moves[2];
-    int from, to; /* what this host sends comes out of `from`; what goes into `to` it receives */
+    int from, to; /* this host's bytes come out of `from`; it receives those written to `to` */
 } pair;
 
 static pair connected(void)
@@ -151,7 +151,7 @@ static void connection_that_cannot_be_kept(void)
     zs_hosts_links_free(&comm);
     CHECK(comm.links == NULL);
     for (int fd = 0; fd < 3; fd++)
-        CHECK(fcntl(fd, F_GETFD) >= 0); /* not closed in place of what was not made */
+        CHECK(fcntl(fd, F_GETFD) >= 0); /* not closed in place of one that was not made */
     CHECK(fcntl(ends[0], F_GETFD) >= 0 && fcntl(ends[1], F_GETFD) >= 0);
 }
 

@@ -1,14 +1,14 @@
-/* test_nccl_comm.c - communicators (csrc/comm/nccl/) over the stand-in for NCCL, fake_nccl.c.
+/* test_nccl_comm.c - communicators (csrc/comm/nccl/) over the fake of NCCL, fake_nccl.c.
  *
- * The stand-in runs work on a stream late and on another thread, and ends the process on what the real library
- * leaves undefined; so a test that passes has waited for what has to be waited for, kept the monitor out of calls, and has
- * touched nothing after an abort. Here is what works, and what is refused; what fails is in nccl_failures.c.
+ * The fake runs work on a stream late and on another thread, and ends the process on undefined behavior of the real
+ * library; so a test that passes has made all waits, kept the monitor out of calls, and has touched nothing after an
+ * abort. Here are successful and refused calls; failures are in nccl_failures.c.
  */
 #include "nccl_tests.h"
 
 #include <pthread.h>
 
-/* --- what moves bytes ---------------------------------------------------------------------------------------------------- */
+/* --- what moves bytes --------------------------------------------------------------------------------------------- */
 
 static const size_t sizes[] = {1, 7, 64, 4096, 3 * 16384 + 5};
 enum { SIZES = sizeof sizes / sizeof *sizes };
@@ -65,7 +65,7 @@ static void messages_go_in_one_launch(rank_env *env)
     free(receive);
 }
 
-/* The last reference goes while an operation is under way: what it writes is there all the same. */
+/* The last reference is dropped while an operation is under way: its result still arrives. */
 static void ending_waits_for_what_is_under_way(rank_env *env)
 {
     setenv("FAKE_NCCL_DELAY_US", "200000", 1);
@@ -79,9 +79,10 @@ static void ending_waits_for_what_is_under_way(rank_env *env)
         CHECK(ranks[r] == r + 1);
 }
 
-/* --- order ------------------------------------------------------------------------------------------------------------------ */
+/* --- order -------------------------------------------------------------------------------------------------------- */
 
-/* Each operation of one communicator works on what the one before has made; the other one's go on meanwhile. */
+/* Each operation of one communicator works on the previous one's result; the other communicator's operations continue
+ * meanwhile. */
 static void two_communicators_keep_their_orders(rank_env *env)
 {
     setenv("FAKE_NCCL_DELAY_US", "200", 1);
@@ -91,7 +92,7 @@ static void two_communicators_keep_their_orders(rank_env *env)
     for (int i = 0; i < ROUNDS; i++) {
         jitter(env);
         y[env->rank] = (char)(env->rank + i);
-        /* What one has brought is sent on by the next, from another rank. */
+        /* The next operation forwards the bytes of the previous one, from another rank. */
         zs_message message = {&x[i], &x[i + 1], 1, env->rank};
         OK(zs_nccl_broadcast(b, &x[i], 1, i % env->world, STREAM_B));
         OK(zs_nccl_messages(b, &message, 1, STREAM_B));
@@ -106,7 +107,7 @@ static void two_communicators_keep_their_orders(rank_env *env)
     zs_nccl_comm_free(b);
 }
 
-/* --- options and versions -------------------------------------------------------------------------------------------------- */
+/* --- options and versions ----------------------------------------------------------------------------------------- */
 
 static void all_options_are_taken(rank_env *env)
 {
@@ -191,7 +192,7 @@ static void bad_arguments_poison_nothing(rank_env *env)
     zs_nccl_comm_free(comm);
 }
 
-/* --- processes ------------------------------------------------------------------------------------------------------------ */
+/* --- processes ---------------------------------------------------------------------------------------------------- */
 
 static void a_forked_child_touches_nothing(rank_env *env)
 {

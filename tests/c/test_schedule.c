@@ -1,11 +1,11 @@
-/* test_schedule.c - the schedule by itself: events in, actions out. See csrc/schedule/schedule.h.
+/* test_schedule.c - the schedule alone: events in, actions out. See csrc/schedule/schedule.h.
  *
  * A pass is a line of text (schedule_player.h), and random passes, with failures in them, are judged by the
  * same rules. `test_schedule NAME` runs one test.
  */
 #include "schedule_player.h"
 
-/* --- passes ------------------------------------------------------------------------------------------------------------------- */
+/* --- passes ------------------------------------------------------------------------------------------------------- */
 
 static void mapped_shards_are_not_gathered(void)
 {
@@ -30,15 +30,15 @@ static void gathers_are_prefetched(void)
     says_of_forward(m, true,
                     "ready, open, gather a, gather b, bind a, gather c, bind b, reshard b, bind c, reshard c, close");
     OK(backward(m));
-    /* c is given out where b's backward begins; b where the backward ends, as it may be used in the root's forward. Of a
-     * size there are two buckets, so c is summed before a packs. */
+    /* c is given out where b's backward begins; b where the backward ends, as it may be used in the root's forward. Of
+     * a size there are two buckets, so c is summed before a packs. */
     says(m,
          "ready back, open back, gather c, gather b, bind c, pack c, reshard c, post c, bind b, pack b, sum c, pack a, "
          "post b, post a, reshard a, reshard b, sum b, sum a, close, end");
     free_model(m);
 }
 
-/* As of a model whose embedding is its head as well: autograd comes to the root first, and again after all others. */
+/* As in a model whose embedding is also its head: autograd reaches the root first, and again after all others. */
 static zs_status backward_of_tied(model *m)
 {
     unit *root = &m->units[0];
@@ -69,7 +69,7 @@ static void zero2_gathers_once(void)
 {
     model *m = new_model(false, "zz");
     says_of_forward(m, true, "ready, open, gather a, bind a, gather b, bind b, close");
-    /* The first one's backward never comes: what was left is resharded. */
+    /* The first one's backward never comes: the rest is resharded. */
     says_of_forward(
         m, false, "ready, reshard a, reshard b, open, gather a, gather b, bind a, bind b, reshard b, reshard a, close");
     free_model(m);
@@ -160,7 +160,7 @@ static void pinned_units_stay_unsharded(void)
     free_model(m);
 }
 
-/* --- reads --------------------------------------------------------------------------------------------------------------------- */
+/* --- reads -------------------------------------------------------------------------------------------------------- */
 
 static zs_status read_unit(model *m, int i)
 {
@@ -179,7 +179,7 @@ static void read_unit_stays_until_its_reader_ends(void)
     OK(leave(m, 2, true));
     OK(read_unit(m, 1));
     OK(leave(m, 0, false));
-    /* What followed b goes ahead; after a pass that has ended with b it does not. */
+    /* The unit that followed b is gathered ahead, but not after a pass that has ended with b. */
     says(m,
          "ready, open, gather a, bind a, gather b, bind b, reshard b, gather c, bind c, reshard c, gather b, gather c, "
          "bind b, reshard a, cancel c, close");
@@ -244,7 +244,7 @@ static void forward_continues_after_a_backward_within_it(void)
     free_model(m);
 }
 
-/* --- what fails --------------------------------------------------------------------------------------------------------------- */
+/* --- what fails --------------------------------------------------------------------------------------------------- */
 
 static void failed_backward_is_settled_first(void)
 {
@@ -326,7 +326,7 @@ static void freed_units_are_forgotten(void)
     free_model(m);
 }
 
-/* --- buckets, and what peers wait for ----------------------------------------------------------------------------------------- */
+/* --- buckets, and what peers wait for ----------------------------------------------------------------------------- */
 
 static const char *const as_planned =
     "ready back, open back, gather a, bind a, gather d, bind d, pack d, post d, gather c, bind c, pack c, post c, "
@@ -393,7 +393,7 @@ static void bucket_that_peers_have_read_is_taken_if_they_differ_in_order(void)
     free_model(m);
 }
 
-/* --- random passes ------------------------------------------------------------------------------------------------------------ */
+/* --- random passes ------------------------------------------------------------------------------------------------ */
 
 static unsigned draw(unsigned *seed, unsigned n)
 {

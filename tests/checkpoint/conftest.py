@@ -1,4 +1,4 @@
-"""What several tests of checkpoints use."""
+"""Fixtures of several tests of checkpoints."""
 
 from __future__ import annotations
 

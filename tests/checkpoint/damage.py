@@ -41,7 +41,7 @@ def saved(path, scale=1):
 
 
 def refused(path, kind, options, with_optimizer):
-    """Return (the message, what has changed, open files of the checkpoint) of a load."""
+    """Return (the message, the changes, open files of the checkpoint) of a load."""
     model, optimizer = model_and_optimizer()
     before = state_of(model, optimizer)
     state = optimizer if with_optimizer else None

@@ -1,8 +1,8 @@
-"""A small model whose weights, gradients and optimizer state are numbers of a formula, to the bit.
+"""A small model whose weights, gradients and optimizer state are numbers of a formula, bit for bit.
 
 Checkpoints of it (fixtures/) are compared with the formulas, so a test
 needs neither the code that wrote them nor a file of expected values. The output is linear in the
-parameters, so gradients do not depend on what the optimizer did; all numbers are short binary
+parameters, so gradients do not depend on the optimizer's steps; all numbers are short binary
 fractions, so sums and products of them are exact.
 """
 
@@ -93,7 +93,7 @@ def counted(shape: Any) -> Tensor:
 
 
 def weights(shift: float = 0.0) -> dict[str, Tensor]:
-    """Return the model's state dict. shift: what is added to all but integers."""
+    """Return the model's state dict. shift: added to all but integers."""
     found = {}
     for name, like in Net().state_dict().items():
         value = (counted(like.shape) - like.numel() // 2) / 8 + NAMES.index(name)
@@ -162,7 +162,7 @@ def data_position() -> tuple[zshard.DataPosition, Any]:
 
 
 def script_state(rank: int) -> dict[str, Any]:
-    """Return what a script saves beside its model: values of the kinds that `extra` takes."""
+    """Return a script's values to save with its model: one of each kind that `extra` takes."""
     return {
         "rank": rank,
         "loss": (1, 2.5, None),
@@ -188,7 +188,7 @@ STATES = {"AdamW": adam_state(), "AdamW8bit": coded_state(), "Muon": muon_state(
 
 
 class Saved(NamedTuple):
-    """What a folder has: an optimizer of that class, at that learning rate, and weights."""
+    """The contents of a folder: an optimizer of that class, at that learning rate, and weights."""
 
     kind: str = "AdamW"
     lr: float = LR

@@ -1,5 +1,5 @@
-"""How runs of Accelerate, of a Trainer of transformers and of Lightning resume from fixtures/. Ranks are
-forks of a process that has imported all three."""
+"""Runs of Accelerate, of a Trainer of transformers and of Lightning that resume from fixtures/.
+Ranks are forks of a process that has imported all three."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_ACCELERATE, OF_LIGHTNING = fixed.LR / 2**4, fixed.LR / 2**2
 
 
 class Counter:
-    """What a script registers for its checkpoints."""
+    """An object that a script registers for its checkpoints."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}

@@ -99,7 +99,7 @@ _FOLDER = tempfile.TemporaryDirectory()
 
 
 def metadata(data: bytes) -> None:
-    """Torch's metadata, beside existing files."""
+    """Torch's metadata, next to existing files."""
     Path(_FOLDER.name, dcp.METADATA).write_bytes(data)
     found = Checkpoint(_FOLDER.name)
     try:
@@ -239,7 +239,7 @@ def _manifests() -> list[bytes]:
 
 
 def _metadata() -> bytes:
-    """The metadata of a small model, whose files are created beside it."""
+    """The metadata of a small model, whose files are created next to it."""
     state = {
         "model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2).bfloat16()},
         "optimizer": {"param_groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"x": 1}}},

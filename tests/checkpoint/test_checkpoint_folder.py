@@ -1,7 +1,7 @@
-"""Checkpoint directories: what counts as latest, what is kept, cleaned up and refused.
+"""Checkpoint directories: the latest checkpoint, retention, cleanup and refusals.
 
-Only finished checkpoints count, whatever else is in the folder, and zshard deletes only its own
-leftovers. A folder that cannot be saved to keeps its content.
+Only finished checkpoints count, no matter what else is in the folder, and zshard deletes only its
+own leftovers. A folder that cannot be saved to keeps its content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ID = "0123456789abcdef" * 2
 
 
 def test_path_through_a_link_is_the_systems(tmp_path, monkeypatch):
-    """`link/..` is the folder above what the link points to, for save as for load."""
+    """`link/..` is the folder above the link's target, for save as for load."""
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to("../real/deep")
@@ -101,7 +101,7 @@ def save_four_steps(folder):
 
 
 def test_later_steps_are_never_deleted(tmp_path):
-    """A run that resumed from an earlier step, or started anew in the wrong directory."""
+    """A run that resumed from an earlier step, or started from scratch in the wrong directory."""
     for step in (1, 2, 7, 10**8):
         zshard.save(tmp_path, small(), step=step)
     with pytest.warns(UserWarning, match=r"step-100000000' has a later step than 'step-00000003'"):
@@ -328,7 +328,7 @@ def test_save_while_another_is_in_progress(tmp_path, is_numbered):
     comm.exchange(b"")
     with pytest.raises(RuntimeError, match=r"another save is in progress: process .*lock'"):
         zshard.save(path, model, **options)
-    zshard.save(tmp_path / "other", model)  # which has a lock of its own
+    zshard.save(tmp_path / "other", model)  # which has its own lock
     comm.exchange(b"")
     if rank() == 0:
         _core.unlock(lock)

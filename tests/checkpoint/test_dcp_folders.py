@@ -241,7 +241,7 @@ def refused(folder, words):
 
 @pytest.mark.parametrize("kind", [OSError, CheckpointError, KeyboardInterrupt])
 def test_an_error_while_a_folder_is_read_is_raised_as_it_is(folder, kind, monkeypatch):
-    """Whichever read fails, torch or not in between."""
+    """Any read fails, by torch or elsewhere."""
     read, calls = OpenFile.read_into, []
 
     def fails(self, memory, offset):
@@ -264,7 +264,7 @@ def test_an_error_while_a_folder_is_read_is_raised_as_it_is(folder, kind, monkey
 @pytest.mark.parametrize("is_tensor", [False, True])
 @pytest.mark.parametrize("how", ["named", "numbered", "flat"])
 def test_many_param_groups(tmp_path, is_tensor, how):
-    """Each of a dozen has an option of its own, a number or a tensor."""
+    """Each of a dozen has its own option, a number or a tensor."""
 
     def built(first):
         model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(12)))
@@ -320,7 +320,7 @@ def stored(**facts):
 
 
 def chunk(**facts):
-    """Change what the chunk of model.a is."""
+    """Change the type of model.a's chunk."""
     return lambda metadata: vars(chunks_of(metadata)[0]).update(facts)
 
 

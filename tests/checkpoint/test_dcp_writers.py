@@ -222,7 +222,7 @@ def test_incomplete_or_overlapping_parts(parts, tmp_path):
 
 
 class App(dcp.stateful.Stateful):
-    """What the tutorials of torch.distributed.checkpoint save."""
+    """Checkpoints of torch.distributed.checkpoint's tutorials."""
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
@@ -236,7 +236,7 @@ class App(dcp.stateful.Stateful):
 
 
 def test_locations_of_model_and_optimizer(tmp_path):
-    """Also in folders of their own, as Accelerate does; the folder around them cannot be loaded."""
+    """Also in their own folders, as Accelerate does; the folder around them cannot be loaded."""
     model = made(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 3)).sum().backward()

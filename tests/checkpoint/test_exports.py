@@ -1,5 +1,5 @@
-"""Where exports go: a Hugging Face folder, a process group; what of a model has changed since the last
-one; and checkpoints of Hugging Face models, read by `from_pretrained`.
+"""Destinations of exports: a Hugging Face folder, a process group; the changes of a model since the
+last one; and checkpoints of Hugging Face models, read by `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_only_what_has_changed(transport):
     step(model, optimizer)
     expected = full(model)
     same(export(), {name: expected[name] for name in TRAINED})
-    # one element, on the rank that has it
+    # one element, on its rank
     changed = expected["norm.bias"].index_fill(0, torch.tensor([7]), 5.0)
     zshard.load_state_dict(model, expected | {"norm.bias": changed})
     assert export().keys() == {"norm.bias"}

@@ -1,5 +1,5 @@
 """Checkpoints that an earlier version wrote on two ranks (fixtures/) load on two ranks, on three and
-into plain models, with the values of formulas (fixed_values.py), to the bit."""
+into plain models, with the values of formulas (fixed_values.py), bit for bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_other_lr(optimizer: Any) -> Any:
 
 
 def check_script(found: Any) -> None:
-    """A rank beyond those that saved gets what rank 0 saved."""
+    """A rank beyond those that saved gets rank 0's values."""
     expected = fixed.script_state(saver())
     assert_same({name: found[name] for name in expected}, expected, "the script's state")
 
@@ -132,7 +132,7 @@ def test_codes_of_8_bits_mean_the_same_numbers() -> None:
         assert_same(state[param][moment], value, name)
 
 
-# --- hosts with disks of their own ----------------------------------------------------------------
+# --- hosts with their own disks -------------------------------------------------------------------
 
 
 def load_part_files(root: str, is_on_hosts: bool) -> None:

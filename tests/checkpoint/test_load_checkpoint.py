@@ -215,7 +215,7 @@ class Untied(Tied):
 
 @on_ranks(2)
 def test_tied_tensors_load_under_all_names_and_with_safetensors_own_function(tmp_path):
-    """The page's advice, and why: load_state_dict() of what load_file() returns lacks names."""
+    """The page's advice, and why: load_state_dict() of load_file()'s result lacks names."""
     model = wrapped(Tied, FULL)
     state = model.state_dict()
     zshard.save(tmp_path / "saved", model)

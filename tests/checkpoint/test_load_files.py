@@ -1,8 +1,8 @@
-"""zshard.load of files from other tools, and what each rank reads of a file.
+"""zshard.load of files from other tools, and each rank's reads of a file.
 
-The values are those of the files, whatever the strategy and the number of ranks. All file calls can
-be logged, so each rank's reads are known to the byte: the ranks of a host verify what they will
-read, so the host reads each block from the disk once.
+The values are those of the files, under any strategy and number of ranks. All file calls can
+be logged, so each rank's reads are known to the byte: the ranks of a host verify the bytes that
+they will read, so the host reads each block from the disk once.
 """
 
 from __future__ import annotations

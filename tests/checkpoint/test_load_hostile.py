@@ -34,7 +34,7 @@ import zshard
 from zshard import CheckpointError, _core
 from zshard.checkpoint.manifest import FileRecord, Manifest
 
-# --- one change of a good checkpoint: each function makes it, and returns what the error says ------
+# --- one change of a good checkpoint: each function makes it, and returns the error's text --------
 
 
 def not_regular(name, kind, path):
@@ -229,7 +229,7 @@ class One(nn.Module):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A torch folder with a value beside the model."""
+    """A torch folder with a value in addition to the model."""
     state = {"model": {"a": torch.ones(2, 3)}, "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     return tmp_path / "x"
@@ -251,7 +251,7 @@ def as_hooks(folder, program):
 
 
 def put_behind(folder, name, program):
-    """Replace what is stored as `name` by a file of torch.save() with this pickle."""
+    """Replace the tensor stored as `name` by a file of torch.save() with this pickle."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", program)
@@ -382,7 +382,7 @@ def of_six(strides=(3, 1), *more, first=0, shape=(2, 3), **storage):
     return OfTensor(Storage(**storage), first, shape, strides, *more)
 
 
-TENSORS = {  # the pickle of model.a, of shape (2, 3) in the metadata, and what is read: None, an error
+TENSORS = {  # the pickle of model.a, whose metadata has shape (2, 3), and its value: None, an error
     "rows": (of_six(), [0, 1, 2, 3, 4, 5]),
     "columns": (of_six((1, 2)), [0, 2, 4, 1, 3, 5]),
     "one row": (of_six((0, 1), first=1), [1, 2, 3, 1, 2, 3]),
@@ -413,7 +413,7 @@ TENSORS = {  # the pickle of model.a, of shape (2, 3) in the metadata, and what 
 
 
 def read_each(folder, programs):
-    """Return what a tensor is after a load, or the error, for each pickle."""
+    """Return a tensor after a load, or the error, for each pickle."""
     results = {}
     for name, program in programs.items():
         put_behind(folder, "model.a", program)
@@ -427,8 +427,8 @@ def read_each(folder, programs):
 
 
 def test_tensors_that_are_stored_otherwise(folder):
-    """A view of what is stored is read as it is, anything beyond it is an error; in a process of
-    its own, as reading beyond it may crash."""
+    """A view of the stored bytes is read as it is, anything beyond them is an error; in a separate
+    process, as reading beyond them may crash."""
     programs = {name: pickled(value) for name, (value, _) in TENSORS.items()}
     (result,) = fork_ranks(read_each, 1, folder, programs, timeout=300, check=True)
     for name, (_, wanted) in TENSORS.items():

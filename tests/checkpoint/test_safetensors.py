@@ -173,7 +173,7 @@ def test_folders_with_an_index_and_of_links_as_in_the_hub_cache(tmp_path):
     assert sorted(read(tmp_path / "x")) == ["whole"]
 
 
-INDICES = {  # what the index says, and what the error says of it
+INDICES = {  # the index, and the error's text
     b"": "is damaged: Expecting value",
     b"[]": "expected a JSON object",
     b"{}": "has no weight_map",
@@ -266,7 +266,7 @@ def test_flipped_bit_is_detected_or_harmless():
 
 
 EMPTY = {"size": 0, "crc32c": ""}
-CONTENT = [  # of a manifest, and what the error says
+CONTENT = [  # of a manifest, and the error's text
     ("version", 3, "format version 3, but this zshard reads versions 1 and 2"),
     ("version", 2, "invalid parts: None"),
     ("parts", {"a": {"host": "h", "rank": 0, "runs": {"b": "0+1"}}}, "invalid parts: "),
@@ -301,7 +301,7 @@ def test_invalid_manifest_content():
 
 
 PART = {"host": "h", "rank": 0, "runs": {"b": "0+3 5+2", "c": "0+1"}}
-PARTS = [  # changes of a valid manifest of part files, and what the error says
+PARTS = [  # changes of a valid manifest of part files, and the error's text
     ({"parts": {"a": {**PART, "host": 5}}}, "expected a host and a rank, got 5"),
     ({"parts": {"a": {**PART, "rank": 1.5}}}, "expected a host and a rank"),
     ({"parts": [1]}, "not a valid manifest"),

@@ -176,7 +176,7 @@ def test_partially_wrapped_models(way, tmp_path):
 @each_way
 @on_ranks(2)
 def test_mixed_precision(combination, tmp_path):
-    """The parameters' own values are saved, whatever a forward has left."""
+    """The parameters' own values are saved, not the copies that a forward has left."""
     strategy, transport = combination
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(make(Net), strategy=strategy, transport=transport, mixed_precision=precision)
@@ -312,7 +312,7 @@ def test_saved_and_loaded(pool2, pool3, pool4, name, way, tmp_path):
 
 @on_ranks(2)
 def test_averages_of_bfloat16(tmp_path):
-    """Their averages are float32 in the file, and come back so; also as a checkpoint of their own."""
+    """Their averages are float32 in the file, and come back so; also as a separate checkpoint."""
     model = FSDP(make(Stack).bfloat16())
     ema, again = EMA(model, 0.9), EMA(model, 0.9)
     for step in range(3):

@@ -1,6 +1,6 @@
 """Asynchronous saves, and the detection of NaN and infinite values while a checkpoint is written.
 
-The files have the values at the time of the call, whatever training does meanwhile.
+The files have the values at the time of the call, also if training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ SPOILED |= {
 
 
 def test_nonfinite_values_that_the_core_does_not_check(tmp_path):
-    """Dtypes without a check of their own, small tensors, and tensors with another memory layout."""
+    """Dtypes without their own check, small tensors, and tensors with another memory layout."""
     model = nn.Module()
     with all_rows() as row, torch.no_grad():
         for name, (values, at) in SPOILED.items():

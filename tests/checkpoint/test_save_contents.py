@@ -1,7 +1,7 @@
-"""zshard.save: how files are written, state dict entries besides parameters, and what else is saved.
+"""zshard.save: writing of files, state dict entries besides parameters, and other contents.
 
-The save contains whatever state_dict() returns, including users' hooks and methods; where that is
-impossible, an error names the entry.
+The save contains everything that state_dict() returns, including users' hooks and methods; where
+that is impossible, an error names the entry.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def test_tied_buffers_and_views(tmp_path):
 
 
 class Described(nn.Module):
-    """Extra state, a version, and a state_dict() of its own."""
+    """Extra state, a version, and its own state_dict()."""
 
     _version = 3
 
@@ -247,7 +247,7 @@ def test_hooks_that_read_values_are_refused(tmp_path):
 
 
 class Holder(nn.Module):
-    """Its state dict is whatever it is given."""
+    """Its state dict is the one that it is given."""
 
     def __init__(self, state):
         super().__init__()

@@ -1,9 +1,9 @@
 """Saves that a crash ends: of one rank, of all, or of the machine's power; also in the background.
 
 All of a save's file operations go through one table of calls (csrc/checkpoint/fs.h). Ranks are
-killed at some of them, one process at each of them, and the log of all calls determines what a
-power cut may leave. Afterwards the newest checkpoint is complete, bit for bit; the next save works,
-and leaves nothing of the broken one.
+killed at some of them, one process at each of them, and the log of all calls determines the
+possible states after a power cut. Afterwards the newest checkpoint is complete, bit for bit; the
+next save works, and leaves nothing of the broken one.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def saves_with_a_log(folder, log, steps):
 
 @pytest.mark.thorough
 def test_power_cut_at_each_call(folder, tmp_path):
-    """Whatever the disk has then, each checkpoint is complete or does not count, and everything
-    that save() returned for exists."""
+    """In every state of the disk, each checkpoint is complete or does not count, and every
+    checkpoint for which save() returned exists."""
     log, root, cut = tmp_path / "log", Path(folder, "x"), Path(folder, "cut")
     root.mkdir()
     fork_ranks(saves_with_a_log, 2, str(root), None, (1,), check=True, timeout=60)
@@ -186,7 +186,7 @@ def test_power_cut_at_each_call(folder, tmp_path):
 
 
 def is_faulty(state, calls):
-    """Return whether a state is not what a save of step 2 with these calls may leave."""
+    """Return whether a save of step 2 with these calls cannot leave this state."""
     try:
         return newest(state.folder) < 2 and state.calls >= len(calls)
     except (AssertionError, OSError, ValueError, zshard.CheckpointError, SafetensorError):
@@ -230,8 +230,8 @@ def after_a_restart(folder):
 
 
 def killed_rank(pool, folder, victim, call, kind, asynchronous):
-    """Kill a rank at a call and check what is left; return the step that is found, or None if there was
-    no such call."""
+    """Kill a rank at a call and check the folder; return the step that is found, or None if there
+    was no such call."""
     args = str(folder), victim, call, kind, asynchronous
     results = fork_ranks(saves_until_killed, 2, *args, timeout=60)
     other = results[1 - victim]

@@ -200,7 +200,7 @@ def test_save_in_a_backward(tmp_path):
 
 
 def each_call(folder, sufferer, what, overwrite):
-    """Fail each call of a save in turn, on one rank. Return what is wrong, how often there was an
+    """Fail each call of a save in turn, on one rank. Return the faults, how often there was an
     error, and how often there was none: some calls only tidy up."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW", steps=1)
     zshard.save(folder / "old", model, optimizer)

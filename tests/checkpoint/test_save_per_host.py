@@ -1,7 +1,7 @@
 """Checkpoints of hosts that share no disk: save(per_host=True), load() and collect.
 
-Hosts are simulated on one machine (groups.py); each has a folder of its own. The states of models that
-are saved by some hosts and loaded by others are the same, to the bit.
+Hosts are simulated on one machine (groups.py); each has its own folder. The states of models that
+are saved by some hosts and loaded by others are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def gather_disks(root) -> None:
 
 @pytest.fixture
 def on(pools):
-    """on(hosts, ranks per host, function, *args): what it returned on each rank of new hosts."""
+    """on(hosts, ranks per host, function, *args): its result on each rank of new hosts."""
 
     def run(count, per_host, function, *args):
         pool = pools.setdefault(count * per_host, RankPool(count * per_host))
@@ -163,7 +163,7 @@ def on(pools):
     return run
 
 
-# --- all parts, wherever they are -----------------------------------------------------------------
+# --- all parts, on all hosts ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_replicas_lose_nothing_with_a_host(tmp_path, strategy, lost):
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 @hosts_of(2, 3)
 def test_hosts_of_unequal_size(tmp_path, strategy):
-    """Two ranks write together what one rank writes alone; then each host has both."""
+    """Two ranks together write the same as one rank alone; then each host has both."""
     wanted = save(tmp_path, "no_shard", "c10d")
     assert load(tmp_path, "no_shard", "c10d")[0] == wanted
     collect([disk(tmp_path)])

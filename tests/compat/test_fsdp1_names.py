@@ -185,7 +185,7 @@ def test_attributes_without_options():
     assert (model.rank, model.world_size, model.process_group) == (0, 1, None)
 
 
-# --- units with process groups of their own -------------------------------------------------------------
+# --- units with their own process groups ----------------------------------------------------------
 
 
 class Experts(nn.Module):

@@ -49,8 +49,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As in torchtitan: a buffer that the constructor computes, tied weights, and a parameter of
-    its own."""
+    """As in torchtitan: a buffer that the constructor computes, tied weights, and its own
+    parameter."""
 
     def __init__(self):
         super().__init__()

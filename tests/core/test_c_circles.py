@@ -25,7 +25,7 @@ Arrows = dict[str, set[str]]
 
 
 def arrows_in(listed: dict[str, Symbols]) -> Arrows:
-    """Which file needs what is defined in which other."""
+    """For each file, the other files that define symbols that it needs."""
     home = {name: file for file, found in listed.items() for kind, name in found if kind in DEFINED}
     return {
         file: {home[name] for kind, name in found if kind == "U" and name in home}

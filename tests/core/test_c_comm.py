@@ -4,8 +4,8 @@ and connections between hosts (tests/c/test_hosts_links.c).
 A transport is libc only (the process group below c10d is played by shm), so each test
 forks its ranks in a small program that the compiler makes in a second, plain and sanitized. There,
 ranks come late, come in any order, get killed and disagree, which Python's ranks cannot do at will.
-Most of these tests wait for what does not come, so all that were chosen are started together, and
-run AT_A_TIME. What torch's own process groups do is in test_transports.py.
+Most of these tests wait for timeouts, so all chosen ones are started together, and run AT_A_TIME.
+What torch's own process groups do is in test_transports.py.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 tests/c/test_core.c has status, memory and arena; test_schedule.c plays both autograd and the engine
 for csrc/schedule/. They need only libc, so the compiler alone builds them, plain and sanitized.
-The layout is loaded through ctypes and held against what it promises, on sizes that hypothesis
-invents: a cut at the wrong element would only show as slightly wrong training.
+The layout is loaded through ctypes and tested against its contract, on sizes from hypothesis: a cut
+at the wrong element would only show as slightly wrong training.
 """
 
 import ctypes
@@ -140,7 +140,7 @@ def check_shards(library: Library, layout: Layout, numels: list[int], align: int
     assert layout.shard_numel % 32 == 0
     assert library.full_bytes(layout) == world * shard
     ends = (layout.offsets[i] + max(numel, 1) for i, numel in enumerate(numels))
-    end = max(ends, default=0) * itemsize  # parameters of no element have memory, too
+    end = max(ends, default=0) * itemsize  # parameters of no element have memory as well
     step = max(64, 32 * itemsize)
     padded = -(-end // step) * step
     assert shard == 0 or (shard - max(align, step)) * world < padded

@@ -27,7 +27,7 @@ SOURCES = sources("crc32c.c", "simd.c")
 
 
 def load(isa: str, folder: Path) -> Crc:
-    """zs_crc32c of a library of its own, which has made its choice of instructions."""
+    """zs_crc32c of a separate library, which has made its choice of instructions."""
     path = compile_c(folder / f"crc32c_{isa}.so", SOURCES, BUILDS["release"], ("-shared",))
     function = ctypes.CDLL(str(path)).zs_crc32c
     function.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]
@@ -87,7 +87,7 @@ def test_known_values(crc: Crc) -> None:
                 assert crc(data, 0) == expected
 
 
-# Around the ends of what is taken at once: 8 bytes, three stretches of 512, three of 8192.
+# Around the ends of the units of work: 8 bytes, three stretches of 512, three of 8192.
 SIZES = [n + d for n in (8, 1536, 24576, 26112, 49152) for d in (-1, 0, 1, 7, 9)]
 
 
@@ -118,7 +118,7 @@ def test_join(a: bytes, b: bytes) -> None:
     sizes=st.tuples(st.integers(0, 2**62 - 1), st.integers(0, 2**62)),
 )
 def test_join_is_associative(a: int, b: int, c: int, sizes: tuple[int, int]) -> None:
-    """Of lengths that nobody can try: what is joined first does not matter."""
+    """Of lengths that no test can try: the order of joining does not matter."""
     join = _core.crc32c_join
     left = join(join(a, b, sizes[0]), c, sizes[1])
     assert left == join(a, join(b, c, sizes[1]), sum(sizes))

@@ -1,7 +1,7 @@
 """The rules for C and C++ (CONTRIBUTING.md), checked on the sources of csrc/ and cuda/.
 
-A rule is a function from a file's name and text to a list of complaints. What a tool can judge is
-not here: clang-tidy knows the size of C's functions (.clang-tidy), the compiler those without a
+A rule is a function from a file's name and text to a list of complaints. Rules that a tool checks
+are not here: clang-tidy knows the size of C's functions (.clang-tidy), the compiler those without a
 header, the linker all symbols (tests/project/test_build.py).
 """
 
@@ -86,7 +86,7 @@ def code_of(text: str) -> str:
 
 
 def found_in(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, re.Match[str]]]:
-    """What `pattern` finds in the code of `text`, each with the number of its first line."""
+    """Matches of `pattern` in the code of `text`, each with the number of its first line."""
     code = code_of(text)
     for match in pattern.finditer(code):
         yield code.count("\n", 0, match.start()) + 1, match
@@ -127,7 +127,7 @@ def cuda_stays_in_cuda(name: str, text: str) -> list[str]:
 
 
 def includes_name_their_folder(name: str, text: str) -> list[str]:
-    """What is included with quotes is ours, by its path in csrc/: "unit/unit.h"."""
+    """Files included with quotes are ours, by their path in csrc/: "unit/unit.h"."""
     ours = re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE)
     return [f"includes {inc}, no header of ours" for inc in ours if inc not in HEADERS]
 
@@ -166,7 +166,7 @@ def gil_regions_are_clean(name: str, text: str) -> list[str]:
 
 
 def functions_are_short(name: str, text: str) -> list[str]:
-    """At most 60 lines, of C++ and CUDA: C is clang-tidy's. Methods in a class are not looked at."""
+    """At most 60 lines, of C++ and CUDA: C is clang-tidy's. Methods in a class are not checked."""
     if name.endswith((".c", ".h")):
         return []
     sizes = [(line, body[0].count("\n") + 2) for line, body in found_in(BODY, text)]
@@ -189,8 +189,8 @@ def files_say_what_they_are(name: str, text: str) -> list[str]:
 
 
 def headers_are_commented(name: str, text: str) -> list[str]:
-    """In headers, functions have a comment above (one may stand for lines without a gap), types one
-    above, beside or inside. A class's members are its own affair."""
+    """In headers, functions have a comment above (one for all lines up to a gap), types one above,
+    behind or inside. Members of classes are not checked."""
     if not name.endswith((".h", ".hpp", ".cuh")):
         return []
     lines = text.splitlines()
@@ -211,7 +211,7 @@ def headers_are_commented(name: str, text: str) -> list[str]:
 
 
 def nothing_is_left_to_do(name: str, text: str) -> list[str]:
-    """No TODO and the like: what is missing is an issue, not a comment."""
+    """No TODO and the like: missing work is an issue, not a comment."""
     return [f"says {word}" for word in re.findall(r"\b(?:TODO|FIXME|XXX|HACK)\b", text)]
 
 

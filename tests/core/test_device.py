@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def wide(*dtypes: torch.dtype) -> torch.dtype:
-    """What sums are taken in."""
+    """The dtype of sums."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 

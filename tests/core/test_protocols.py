@@ -1,4 +1,4 @@
-"""What ranks conclude from what they read of each other, in all cases.
+"""Ranks' conclusions from each other's state, in all cases.
 
 tests/c/check_reader.c runs readers over shm in all interleavings; check_turn.c compares the turns
 of all worlds that a list of turns makes.

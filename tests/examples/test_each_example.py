@@ -1,7 +1,7 @@
-"""Each example in its short form: the losses of torch's DDP to the last bit, also after a kill.
+"""Each example in its short form: the losses of torch's DDP bit for bit, also after a kill.
 
-`--quick` trains a tiny model for six steps. What full runs must reach stands in the examples, and
-examples/README.md has their results.
+`--quick` trains a tiny model for six steps. The examples state the results that full runs must
+reach, and examples/README.md has their results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_here(name: str, flags: list[str]) -> int | str | None:
 
 
 def quick(pool: RankPool, name: str, folder: Path, *flags: object) -> Numbers:
-    """What an example writes as JSON in its short form, on two standing ranks."""
+    """The JSON of an example in its short form, on two standing ranks."""
     answer = folder / "run.json"
     given = ["--quick", "--json", str(answer), *map(str, flags)]
     assert pool.run(run_here, name, given) == [None] * pool.world
@@ -62,7 +62,7 @@ def quick(pool: RankPool, name: str, folder: Path, *flags: object) -> Numbers:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, Numbers]:
-    """The numbers of the examples under torch's DDP, as far as they were needed."""
+    """The numbers of the examples under torch's DDP, made when first needed."""
     return {}
 
 
@@ -85,7 +85,7 @@ def test_losses_are_those_of_ddp(
 ) -> None:
     theirs, ours = of_ddp(name), quick(pool2, name, tmp_path, "--strategy", strategy)
     assert [len(losses) for losses in theirs["losses"]] == [6] * WORLD
-    assert theirs["losses"][0] != theirs["losses"][1]  # each rank has data of its own
+    assert theirs["losses"][0] != theirs["losses"][1]  # each rank has its own data
     assert ours["losses"] == theirs["losses"]
     assert (ours["value"], ours["baseline"]) == (theirs["value"], theirs["baseline"])
 

@@ -33,7 +33,7 @@ SMALL = b"0123456789"
 
 
 def story(root: Path) -> bytes:
-    """Make all calls, on a new folder; return what was read."""
+    """Make all calls, on a new folder; return the bytes read."""
     lock = _core.lock_file(root / "lock")
     try:
         staging = root / "staging"
@@ -266,8 +266,8 @@ def test_rename_never_replaces(tmp_path: Path, take: Callable[[Path], None]) -> 
 
 @pytest.mark.parametrize("unsupported", ["", "EINVAL", "ENOSYS"])
 def test_rename_without_renameat2(tmp_path: Path, unsupported: str) -> None:
-    """Where the file system cannot rename without replacing atomically (NFS), the results are the
-    same."""
+    """The results are the same if the file system cannot rename without replacing atomically
+    (NFS)."""
     write(tmp_path / "old", b"mine")
     (tmp_path / "taken").mkdir()
     file_faults(1 if unsupported else 0, unsupported)

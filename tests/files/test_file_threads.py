@@ -54,7 +54,7 @@ def test_other_threads_run_during_a_read(large: File) -> None:
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Call a function in this thread in 10 ms, wherever it is then."""
+    """Call a function in this thread in 10 ms, at any point of its work."""
     before = signal.getsignal(signal.SIGALRM)
 
     def arm(act: Callable[[], None]) -> None:

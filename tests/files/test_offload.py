@@ -1,5 +1,4 @@
-"""Parameters, gradients and optimizer state in files: bit-identical results, whatever a script
-does.
+"""Parameters, gradients and optimizer state in files: bit-identical results for all scripts.
 
 A model on a disk is compared with the same model in memory, under everything that reads or writes
 its parameters. The model, the pager and system limits count the bytes.

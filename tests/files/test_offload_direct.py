@@ -1,8 +1,8 @@
 """Steps that bypass the page cache, and offload from a GPU to its host's memory, over fakes of
 CUDA.
 
-Whatever a test does to an offloaded model between or during steps, it also does to the same model
-in memory, and compares bit for bit; bytes written by system calls show whether buffers were lent.
+A test makes the same changes to an offloaded model and to one in memory, between or during steps,
+and compares them bit for bit; bytes written by system calls show whether buffers were lent.
 """
 
 from __future__ import annotations

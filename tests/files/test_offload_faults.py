@@ -1,6 +1,6 @@
-"""What fails while a model on a disk trains: memory for buffers, writes, reads.
+"""Failures while a model on a disk trains: memory for buffers, writes, reads.
 
-Each case is a process of its own, as limits and losses are a process's.
+Each case is a separate process, as limits and losses are a process's.
 """
 
 from __future__ import annotations
@@ -119,6 +119,6 @@ def unreadable(folder):
 
 
 def test_unreadable_disk(tmp_path):
-    """Every read of what the disk has lost is an error, not the first one alone: to touch it would
-    end the process."""
+    """Every read of lost pages is an error, not only the first: touching them would end the
+    process."""
     fork_ranks(unreadable, 1, str(tmp_path), check=True)

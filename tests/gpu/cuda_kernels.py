@@ -245,7 +245,7 @@ def some(n: int, dtype: torch.dtype, seed: int, special: bool = True) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, but a NaN is a NaN: its other bits differ from machine to machine."""
+    """Bitwise equality, but a NaN is a NaN: its other bits differ from machine to machine."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     nan = a.isnan() & b.isnan()
     return bool(((a.view(integer) == b.view(integer)) | nan).all())

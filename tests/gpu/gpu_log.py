@@ -1,8 +1,8 @@
-"""Check the order of what a training run requested from the fakes of CUDA and NCCL, from their
-common log.
+"""Check the order of a training run's requests to the fakes of CUDA and NCCL, from their common
+log.
 
 A log lists each stream's work, with the memory that it reads and writes, and the events that order
-streams. From that follows the order on a GPU, whatever the timing. Two accesses to the same bytes,
+streams. From that follows the order on a GPU, for any timing. Two accesses to the same bytes,
 at least one a write, in streams without an order between them are a race. So each rule (a swap
 after its packing, a sum after its swap, a gather after the optimizer's step and after the slot's
 last reader, computation after its gather) is the same check, and no kind of race has to be
@@ -83,7 +83,7 @@ class Step:
     line: int
 
     def follows(self, other: Step) -> bool:
-        """Return whether it comes after `other`, whatever the timing."""
+        """Return whether it comes after `other`, for any timing."""
         return self.before.get(other.stream, 0) >= other.number
 
 
@@ -95,7 +95,7 @@ class Order:
     known: dict[int, dict[int, int]] = field(default_factory=dict)  # by stream, as `before`
     counts: dict[int, int] = field(default_factory=dict)  # by stream, of steps
     _events: dict[str, dict[int, int]] = field(default_factory=dict)
-    _host: dict[int, int] = field(default_factory=dict)  # what the host has waited for
+    _host: dict[int, int] = field(default_factory=dict)  # waited for by the host
 
     def add(self, line: int, name: str, fields: dict[str, str]) -> None:
         """Process the log's next line."""

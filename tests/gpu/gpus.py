@@ -84,8 +84,8 @@ def on_device(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on each of `world` ranks that share a device, once for each of `kinds`.
 
-    If it takes `kind`, `world` or `backend` itself, that is a parameter of the test. Other marks
-    stand above this one. fresh: on forked ranks of its own, where nothing is initialised.
+    If it takes `kind`, `world` or `backend` itself, that is a parameter of the test. Put other
+    marks above this one. fresh: on newly forked ranks, where nothing is initialised.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -150,8 +150,8 @@ def is_real() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this rank's tensors, which is the current one from then on: a GPU of its
-    own, if there are enough."""
+    """Return the device of this rank's tensors, which is the current one from then on: its own GPU,
+    if there are enough."""
     if not is_real():
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if have_own_gpus() else 0)

@@ -1,8 +1,8 @@
-"""The CUDA driver: how it is found, its signatures, its errors; in C, on any machine.
+"""The CUDA driver: the search for it, its signatures, its errors; in C, on any machine.
 
 tests/c/test_cuda_driver.c runs one test in a process, in an environment that makes
-the stand-in for libcuda (fake_cuda.py) old, empty, or failing at the n-th call of a function. Our
-declarations are held against NVIDIA's cuda.h where there is one.
+the fake of libcuda (fake_cuda.py) old, empty, or failing at the n-th call of a function. Our
+declarations are compared with NVIDIA's cuda.h if there is one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTINGS = {
 }
 API = source("cuda_api.h").read_text()
 CALLS = re.findall(r"\bX\((cu\w+), \d+,", API)
-# What names an error and a version must not fail itself; it has a test of its own below.
+# Calls that name an error or a version must not fail; they have their own test below.
 NEVER_FAIL = ["cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"]
 CUDA_ERROR, MEMORY_ERROR = (
     [line.split()[0] for line in re.findall(r"ZS_(?:OK|ERR_\w+)\b.*", text)].index(name)
@@ -48,7 +48,7 @@ Run = Callable[..., str]
 
 
 def compiled(folder: Path, build: str) -> Run:
-    """Return what runs a test of the program and returns what it printed; it must succeed."""
+    """Return a function that runs a test of the program and returns its output; it must succeed."""
     ours = [C / name for name in ("fake_image.c", "serial_parallel_for.c")]
     path = compile_c(folder / build, [PROGRAM, *ours, *sources(*SOURCES)], BUILDS[build])
 
@@ -95,7 +95,7 @@ def test_in_c(each_build: Run, name: str) -> None:
 
 
 FOUND = "found=1 version=13000 devices=1 status=0 words="
-SAID = {  # of a driver, or its absence: parts of what is said
+SAID = {  # of a driver, or its absence: parts of the message
     "usual": ({}, [FOUND]),
     "two GPUs": (
         {"FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_VERSION": "12040"},
@@ -200,7 +200,8 @@ def test_primary_context_is_retained_once(program: Run, tmp_path: Path) -> None:
 
 
 def cuda_include() -> Path:
-    """The folder of cuda.h: beside the nvcc that setup.py would find, or of torch's CUDA wheels."""
+    """The folder of cuda.h: next to the nvcc that setup.py would find, or of torch's CUDA
+    wheels."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     homes.append(f"{sysconfig.get_path('purelib')}/nvidia/cu13")
     for home in filter(None, homes):
@@ -210,7 +211,7 @@ def cuda_include() -> Path:
 
 
 def test_declarations_match_cuda_h(tmp_path: Path) -> None:
-    """What the compiler says of cuda_api.h, beside NVIDIA's."""
+    """The compiler's output for cuda_api.h, compared with NVIDIA's."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc, whose extensions the check needs")
     names = re.findall(r"\bZS_CU_([A-Z_0-9]+) = ", API)

@@ -1,10 +1,11 @@
-"""Steps that a CUDA graph can repeat: the numbers of capturable optimizers, and what a step calls.
+"""Steps that a CUDA graph can repeat: the numbers of capturable optimizers, and the calls of a
+step.
 
 A capture is a set of things that must not be done, and of waits that must be there.
-The stand-in for CUDA's driver (tests/c/fake_cuda.h) is told that torch's stream is captured, and
-then fails what a GPU would fail (allocations, synchronisation, queries, waits for what happened
-outside), while it computes as ever; so a step that passes has the numbers to show for it, and its
-log says whether every side stream that it used was forked and joined.
+The fake of CUDA's driver (tests/c/fake_cuda.h) treats torch's stream as captured, and fails all
+that a GPU would fail (allocations, synchronisation, queries, waits for what happened outside),
+while it computes as ever; so a step that passes has the numbers to show for it, and its log says
+whether every side stream that it used was forked and joined.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def wrapped(**options: Any) -> Any:
 
 @contextmanager
 def captured(number: int, folder: str = "") -> Iterator[None]:
-    """What is done within is the stand-in's capture `number`, and is written to the log there."""
+    """Within, all work belongs to the fake's capture `number`, and is written to the log there."""
     os.environ["FAKE_CUDA_CAPTURE"] = str(number)
     try:
         with gpu_log.written(folder) if folder else nullcontext():
@@ -135,7 +136,7 @@ def test_step_counters_of_parameters_without_gradients() -> None:
     same(on_fakes(train, 2, {}, {"out": True, "capturable": True}), plain)
 
 
-# --- what a step calls ---------------------------------------------------------------------------
+# --- calls of a step ------------------------------------------------------------------------------
 
 
 def assert_can_be_captured(folder: Path, world: int) -> list[str]:

@@ -1,9 +1,9 @@
 """The compiled kernels: registers, spills, wide accesses, exact arithmetic; and their way into
 _core.
 
-What a GPU would do with the code can be read off what nvcc made of it, on any machine
-that has nvcc: its own table of resources, the PTX, and the machine code if nvdisasm is installed
-(pip install nvidia-cuda-nvdisasm). All of it is made in one go, by setup.py's own flags.
+nvcc's output shows the behavior of the code on a GPU, on any machine that has nvcc: its own table
+of resources, the PTX, and the machine code if nvdisasm is installed (pip install
+nvidia-cuda-nvdisasm). All of it is made in one go, by setup.py's own flags.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KERNELS = {
     "zs_encode",
     *("zs_fold", "zs_differs", "zs_constants"),
 }
-# What nearly all steps are made of: four blocks on a multiprocessor, for memory's sake.
+# Kernels of nearly all steps: four blocks on a multiprocessor, for memory's sake.
 MAIN = {name for name in KERNELS if not re.search(r"f64|_f16|amsgrad|live|code_", name)}
 # Bytes that the loop over packs loads and stores by accesses of 8 or 16 bytes: a pack is 16 bytes of the widest array.
 WIDE = {
@@ -45,7 +45,7 @@ WIDE = {
     "zs_step_momentum_f32": (48, 32),
     "zs_live_adam_f32": (64, 48),
     "zs_live_momentum_bf16": (48, 32),
-    "zs_sum_f32_f32": (80, 16),  # four sources and what was there
+    "zs_sum_f32_f32": (80, 16),  # four sources and the old value
     "zs_sum_bf16_f32": (48, 16),
     "zs_cast_f32_bf16": (24, 8),
     "zs_scale_bf16": (16, 16),
@@ -63,7 +63,7 @@ def image_tool() -> Any:
 
 
 class Compiled:
-    """What nvcc made: its words, PTX, and machine code, by architecture."""
+    """nvcc's output: its words, PTX, and machine code, by architecture."""
 
     def __init__(self, folder: Path, words: str) -> None:
         self.words = words
@@ -174,7 +174,7 @@ def test_extension_contains_the_built_image() -> None:
     if ROOT not in Path(spec.origin).parents:
         pytest.skip("this zshard was built elsewhere")
     image = (ROOT / "build" / "cuda" / "kernels.fatbin").read_bytes()
-    assert image.startswith(bytes.fromhex("50ed55ba"))  # what a driver and the stand-in look for
+    assert image.startswith(bytes.fromhex("50ed55ba"))  # checked by a driver and the fake
     assert image in Path(spec.origin).read_bytes()
     for name in KERNELS:
         assert fake_cuda.knows(name), name

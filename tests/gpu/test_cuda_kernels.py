@@ -1,12 +1,12 @@
 """The CUDA kernels against the CPU's loops, bit for bit; on any machine.
 
-cuda_kernels.c launches through the stand-in for libcuda (fake_cuda.py), whose kernels
-are those of cuda/ compiled for the host, so what is compared is the real launch code and the real
+cuda_kernels.c launches through the fake of libcuda (fake_cuda.py), whose kernels
+are those of cuda/ compiled for the host, so the test compares the real launch code and the real
 arithmetic. All arrays come from the middle of larger ones that must not change outside, at places
 where a GPU could and could not use its 16-byte accesses.
 
 test_gpu.py runs these tests again with ZSHARD_TEST_KERNELS=gpu: the kernels that nvcc made, launched
-by the real driver on copies in the GPU's memory; =copies has the stand-in work on such copies, so
+by the real driver on copies in the GPU's memory; =copies has the fake work on such copies, so
 that what makes them is tested as well.
 """
 

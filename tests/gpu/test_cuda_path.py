@@ -1,9 +1,9 @@
 """The suite's own tests of strategies, precision and memory, run once more over the GPU's path.
 
-What is true of a model on the CPU has to be true of it on a GPU, so nothing is
-tested in another way: the same files run in a session of their own, in which stand-ins are CUDA's
-driver and NCCL (stand_ins.py), with work on side streams put off. What needs one-sided reading
-(shm), or names a transport, is left out by name.
+All that is true of a model on the CPU must be true of it on a GPU, so the tests are the same: the
+same files run in a separate session, in which fakes are CUDA's driver and NCCL (stand_ins.py), with
+work on side streams put off. What needs one-sided reading (shm), or names a transport, is left out
+by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILES = {
     # A GPU's slots and buckets are lent to others between passes.
     "training/test_mixed_precision.py": "not offload and not over_hosts and not full_buffers",
     "units/test_hybrid.py": "not shm_within_hosts",
-    "wrap/test_meta.py": "not little_is_whole and not peak_memory",  # which look at the host's memory
+    "wrap/test_meta.py": "not little_is_whole and not peak_memory",  # which read the host's memory
     "checkpoint/test_save.py": "not chunk_of_memory and not offload",
 }
 CASES = [(backend, *each) for backend in ("nccl", "c10d") for each in FILES.items()]

@@ -301,7 +301,7 @@ def test_unlike_runs_are_sorted_into_launches(adam: Step, tmp_path: Path) -> Non
 
 
 def test_launch_has_one_upper_half_of_numbers(adam: Step, tmp_path: Path) -> None:
-    """What a kernel knows of an element's number is the lower half."""
+    """A kernel only knows the lower half of an element's number."""
     for number in (0, 2**32 - 50, 2**32 + 50, 2**31 - 1, 7):  # the second and fourth are cut in two
         adam.add(arrays_for(100, torch.bfloat16), number=number, dithered=True)
     assert_launches(adam, tmp_path, ["zs_step_adam_dithered"] * 3)

@@ -1,9 +1,8 @@
 """Training on a GPU is training in plain PyTorch: numbers, memory, errors, on one GPU by one rank.
 
-What is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
-that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
-test_cuda_kernels.py and test_cuda_updates.py, which run again on the real driver. Several ranks:
-test_gpu_ranks.py.
+Torch's own parts on a GPU (its allocator, streams, cuBLAS) are compared within the tolerances of
+gpus.py, zshard's parts bit for bit. The kernels are those of test_cuda_kernels.py and
+test_cuda_updates.py, which run again on the real driver. Several ranks: test_gpu_ranks.py.
 """
 
 from __future__ import annotations
@@ -168,7 +167,8 @@ def test_clipping() -> None:
 
 @on_device()
 def test_state_dicts_round_trip() -> None:
-    """Saved after two steps, loaded into a plain model, and into another sharded one that goes on."""
+    """Saved after two steps, loaded into a plain model, and into another sharded one that
+    continues."""
     model = wrap(mixed_precision=BFLOAT16)
     optimizer = adamw(model)
     train(model, optimizer, steps=2)
@@ -265,14 +265,14 @@ def test_memory_is_constant_and_predicted(precision: Any, strategy: str) -> None
     assert counts[1:] == [counts[1]] * len(counts[1:]) and counts[0][:2] == [0, 0], counts
     grads = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     held = stays + grads - sum(state["step"].nbytes for state in optimizer.state.values())
-    # torch rounds each allocation up to 512 bytes, and what is large to 2 MiB.
+    # torch rounds each allocation up to 512 bytes, and large ones to 2 MiB.
     allocated[0] -= first.get("allocated_bytes.all.current", 0)
     assert held <= allocated[0] <= held * 1.02 + (8 << 20), (held, allocated)
 
 
 @on_device(kinds=GPU)
 def test_lack_of_memory_raises_torchs_error() -> None:
-    """Where the copy in bfloat16 has no room; then a smaller model trains."""
+    """The copy in bfloat16 has no room; then a smaller model trains."""
     total = torch.cuda.get_device_properties(0).total_memory
     model = Deep(width=4096, depth=2).to(device())  # 0.5 GiB, and a copy of half of that
     torch.cuda.empty_cache()
@@ -294,7 +294,7 @@ def test_lack_of_memory_raises_torchs_error() -> None:
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("kernels", ["gpu", pytest.param("copies", marks=pytest.mark.thorough)])
 def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
-    """All kernels' tests on the GPU; with stand-ins, what brings their arrays there."""
+    """All kernels' tests on the GPU; with fakes, only the transport of their arrays."""
     only = [] if kernels == "gpu" else ["-k", "factor_is_not or norms_are_joined or reads_device"]
     env = environment(kernels if kernels == "gpu" else "stand-in")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--whole"]

@@ -30,7 +30,7 @@ QUIET |= {"CommAbort", "CommDestroy", "CommFinalize"}
 QUIET |= {"cuEventQuery", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"}
 POLLED = {"cuCtxGetCurrent", "CommGetAsyncError", "cuEventQuery"}  # as often as there is time
 NOT_CALLS = {"step", "end", "torch", "transfer", "config", "cuLaunchHostFunc", "GetLastError"}
-# What an exception says in place of the call's name.
+# The word in an exception in place of the call's name.
 WORDS = {"cuLaunchKernel": "zs_", "cuLibraryGetKernel": "zs_", "CommGetAsyncError": "nccl"}
 WORDS |= {"cuInit": "cannot initialize", "cuDeviceGetCount": "cannot initialize"}
 
@@ -64,7 +64,7 @@ def run_without_failures(folder):
 
 
 def run_with_failure(fault):
-    """How a run ended on this rank, where rank 0 has the fault: its losses, or an exception's name
+    """The end of a run on this rank, if rank 0 has the fault: its losses, or an exception's name
     and text; the seconds."""
     if os.environ["RANK"] == "0":
         os.environ.update(fault)
@@ -90,14 +90,15 @@ def well(tmp_path_factory):
 
 
 def words_for(call):
-    """What an exception says of it. Not asked for on import: ranks have to look for a driver later."""
+    """The word for it in an exception. Not computed on import: ranks have to look for a driver
+    later."""
     if call == "cuLibraryLoadData" and not zshard._core.machine()["targets"]:
         return "built without CUDA kernels"
     return WORDS.get(call, call)
 
 
 def problem_with(well, call, which):
-    """What is wrong when the `which`-th `call` fails on rank 0; "" if nothing is."""
+    """The fault if the `which`-th `call` fails on rank 0; "" if there is none."""
     losses, _ = well
     kind = "CUDA" if call.startswith("cu") else "NCCL"
     fault = {f"FAKE_{kind}_FAIL": f"{call}:{which}"}

@@ -1,4 +1,5 @@
-"""What scripts do beside plain steps, on a GPU: checkpoints, offload, loss scaling, torch's optimizers, graphs.
+"""Features besides plain steps, on a GPU: checkpoints, offload, loss scaling, torch's optimizers,
+graphs.
 
 As in test_gpu.py, plain PyTorch on the same device is the reference; several ranks are compared
 with ranks on the host.
@@ -236,7 +237,7 @@ def test_hybrid_groups(backend: str, strategy: str) -> None:
 
 # --- CUDA graphs: replays have the bits of the same steps without one ---------------------------------
 
-# On a GPU the step is captured once and replayed; over the stand-ins, which cannot replay, each of
+# On a GPU the step is captured once and replayed; over the fakes, which cannot replay, each of
 # these steps runs as a capture, which forbids what CUDA forbids (test_cuda_graphs.py).
 WARM, STEPS = 3, 5  # steps before the capture, and with it
 

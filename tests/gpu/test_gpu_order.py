@@ -1,4 +1,4 @@
-"""What streams wait for, what is allocated when, what memory is held: from the fakes' log of calls.
+"""Waits of streams, times of allocations, memory held: from the fakes' log of calls.
 
 The numbers of a run can be right by luck; its log proves the order (gpu_log.py).
 """
@@ -25,7 +25,7 @@ ALLOCATIONS |= {"cuMemFree", "cuMemFreeHost", "cuEventCreate"}
 
 
 class MarkedProduct(torch.autograd.Function):
-    """x @ weight, which tells the log when it reads the weight."""
+    """x @ weight, which logs when it reads the weight."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -65,7 +65,7 @@ class SomeLayers(nn.Sequential):
 
 
 def train(folder, options, kind=nn.Sequential):
-    """Where the log is, and the memory that is held and was predicted."""
+    """The place of the log, and the held and the predicted memory."""
     rank = int(os.environ["RANK"])
     torch.manual_seed(3)
     with gpu_log.written(folder) as log:
@@ -132,7 +132,7 @@ class Plain(nn.Linear):
 
 
 class Branches(nn.Module):
-    """Two layers that each get their gradient in a stream of their own."""
+    """Two layers that each get their gradient in a separate stream."""
 
     def __init__(self, streams: list[int]) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_round_waits_for_gradients_of_all_streams(tmp_path):
 
 
 class Reader(nn.Module):
-    """A layer that tells the log in which stream it reads its weight."""
+    """A layer that logs the stream in which it reads its weight."""
 
     def __init__(self, now: list[int]) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_codes_between_hosts_race_with_nothing(tmp_path):
 
 @on_device(2, "nccl", fresh=True, kinds=FAKE)
 def test_gathers_of_units_left_out_race_with_nothing(tmp_path):
-    """What a rank gathers for others alone goes where rounds receive, in another stream."""
+    """A gather for others alone goes to the memory of rounds, in another stream."""
     options = {"transport": zshard.NcclOptions(any_order=True)}
     log, *_ = train(str(tmp_path), options, SomeLayers)
     assert_waits_are_found(gpu_log.read(log), (0, GATHER, REDUCE))

@@ -1,4 +1,4 @@
-"""The planner's bytes between ranks beside those that a run moves, over the fake NCCL.
+"""The planner's bytes between ranks, compared with those that a run moves over the fake NCCL.
 
 Ranks seem to be on two hosts. The fake sends each shard of a gather directly, so of a gather only
 the sum can be compared; NCCL's ring decides where it comes from.
@@ -32,7 +32,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard"
 
 
 class Adapted(nn.Module):
-    """A frozen matrix, and a trained one beside it if `trained`."""
+    """A frozen matrix, and a trained one if `trained`."""
 
     def __init__(self, trained: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def counted(path: Path, rank: int) -> dict[str, int]:
 
 
 def planned(name: str, strategy: str, wire: str | None) -> Traffic:
-    """Return what the planner says of it."""
+    """Return the planner's prediction."""
 
     def step(model: nn.Module, _: int) -> torch.Tensor:
         loss: torch.Tensor = model(torch.ones(2, WIDTH)).square().sum()
@@ -102,7 +102,7 @@ def planned(name: str, strategy: str, wire: str | None) -> Traffic:
 
 def gathered_across(name: str, strategy: str, gathered: int) -> float:
     """Return which of the gathered bytes come from the other host: of a ring one rank's of each
-    host; of hybrid strategies only the copies' other halves, of what was trained."""
+    host; of hybrid strategies only the copies' other halves, of trained parameters."""
     if not strategy.startswith("hybrid"):
         return gathered / PER_HOST
     trained = sum(4 * p.numel() for p in MODELS[name]().parameters() if p.requires_grad)

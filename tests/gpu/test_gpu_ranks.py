@@ -1,7 +1,7 @@
 """NCCL with one rank, and several ranks on one GPU: their numbers are those of ranks on the host.
 
-With stand-ins the bits are equal, since these compute as the host does; on a GPU the backends agree
-with each other to the bit, and with the host within the tolerances of gpus.py.
+With fakes the bits are equal, since these compute as the host does; on a GPU the backends are
+bit-identical to each other, and agree with the host within the tolerances of gpus.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ MLP = CASES["mlp"]
 
 @on_device(1, "nccl")
 def test_nccl_with_one_rank() -> None:
-    """A communicator of one rank: what it is, what comes back, what it broadcasts (of the host)."""
+    """A communicator of one rank: its facts, the bytes that come back, its broadcasts (of the
+    host)."""
     where = "cuda:0" if is_real() else "cuda:0/host"
     comm = transports.connect_gpu(where, dist.group.WORLD, "nccl" if is_real() else "shm", 60.0)
     numbers = torch.arange(5.0)
@@ -102,7 +103,7 @@ def test_ranks_that_share_a_gpu(
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_backends_agree_to_the_bit(start: Start, world: int) -> None:
-    """What sums on the GPU is one kernel, in rank order, whoever brings the numbers."""
+    """One kernel sums on the GPU, in rank order, for both backends."""
     pools = [start("gpu", world, backend) for backend in BACKENDS]
     ranks = [
         pool.run(train_together, backend, "full_shard", None)
@@ -193,7 +194,7 @@ def test_nothing_stays_on_one_host(backend: str) -> None:
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank may use what is free or torch's; what torch reserved is its peak."""
+    """A rank may use free memory and torch's; its peak is the memory that torch reserved."""
     gpu = torch.device("cuda", 0)
 
     class OnGpu(torch.nn.Module):

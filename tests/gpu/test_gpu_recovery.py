@@ -95,7 +95,7 @@ def beside(call: Callable[[], None]) -> None:
 
 
 def press_in_backward(backend: str, own_handler: bool, pressed: str) -> dict[str, Any]:
-    """What comes of Ctrl-C on rank 0, whose backward waits for rank 1, which waits for the file
+    """The effect of Ctrl-C on rank 0, whose backward waits for rank 1, which waits for the file
     `pressed`. This backward gathers nothing: the calling thread is the fake's compute stream."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     rank, options = join_ranks(backend)
@@ -218,8 +218,9 @@ def test_caught_error_changes_nothing(kind: str, world: int, where: str, backend
 
 @on_device(1, "nccl", fresh=True, kinds=GPU)
 def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
-    """Three big batches, of which some run out of the GPU's memory, each somewhere else in backward,
-    and small ones between them, within the same memory. The host has no such limit: see "memory"."""
+    """Three big batches, some of which run out of the GPU's memory, each at another point of
+    backward, and small ones between them, within the same memory. The host has no such limit: see
+    "memory"."""
     _, options = join_ranks("nccl")
     total = torch.cuda.get_device_properties(device()).total_memory
     case = Case(functools.partial(Deep, 1024, 4), lambda g: torch.randn(64, 1024, generator=g))
@@ -244,7 +245,7 @@ def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
 
 
 def fail_alone(backend: str, where: str) -> list[tuple[str, str]]:
-    """How the steps end if rank 1 alone fails in the first, catches that and continues."""
+    """The end of both steps if rank 1 alone fails in the first, catches that and continues."""
     rank, options = join_ranks(backend, PATIENCE)
     model = wrap(FAILING, **options)
     optimizer = adamw(model)
@@ -323,7 +324,7 @@ def hang_in_a_kernel(backend: str, folder: str) -> tuple[str, str]:
 
 
 def kill_after(*files: str) -> None:
-    """Have another process kill this one once these exist, whatever this one waits for then."""
+    """Have another process kill this one once these exist, in any wait."""
     there = " && ".join(f"[ -e '{file}' ]" for file in files)
     wait = f"until {there}; do sleep 0.05; done; kill -9 {os.getpid()}"
     subprocess.Popen(["sh", "-c", wait], start_new_session=True)
@@ -359,7 +360,7 @@ def test_hanging_kernel_ends_the_others_by_timeout(kind: str, backend: str, tmp_
 def test_failed_save_changes_nothing(
     kind: str, backend: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    """Rank 1 cannot write. Training goes on as without the save, and a later save is whole."""
+    """Rank 1 cannot write. Training continues as without the save, and a later save is complete."""
     rank, options = join_ranks(backend)
     folder, near = str(tmp_path / "checkpoint"), FP32 if is_real() else EXACT
     usual, model = wrap(**options), wrap(**options)

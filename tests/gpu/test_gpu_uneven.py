@@ -1,6 +1,6 @@
 """Ranks on GPUs that do different things: uneven numbers of batches, other units, a lone evaluation.
 
-The reference is ranks on the host, over shm. With stand-ins the bits are equal, since these compute
+The reference is ranks on the host, over shm. With fakes the bits are equal, since these compute
 as the host does.
 """
 
@@ -69,7 +69,7 @@ def test_uneven_batches(
 
 
 class Paths(nn.Module):
-    """Layers; each call runs those of `path`. The root has a weight of its own."""
+    """Layers; each call runs those of `path`. The root has its own weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_error_over_nccl_names_the_remedy() -> None:
 
 
 def killed(backend: str) -> str:
-    """How a rank ends whose peer is killed before it leaves out a unit that this rank runs."""
+    """The end of a rank whose peer is killed before it leaves out a unit that this rank runs."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, there = sharded(PATHS, backend, any_order=True)
@@ -196,8 +196,8 @@ def alone_is_an_error() -> Iterator[None]:
 
 
 def evaluates_while_others_wait(backend: str) -> str:
-    """What rank 0 gets where it evaluates while the others are in a collective of the script's; what
-    rank 1 gets in its next forward, when rank 0 has exited."""
+    """Rank 0's error if it evaluates while the others are in a collective of the script's; rank 1's
+    error in its next forward, when rank 0 has exited."""
     dist.init_process_group("gloo")
     processes = [None, None]
     dist.all_gather_object(processes, os.getpid())

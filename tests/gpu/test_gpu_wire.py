@@ -139,7 +139,7 @@ def test_forward_computes_with_decoded_parameters(
         assert torch.equal(model.state_dict()["weight"].cpu(), exact)
 
 
-# --- runs, beside those of the hosts transport ----------------------------------------------------
+# --- runs, compared with those of the hosts transport ---------------------------------------------
 
 
 class Choosing(nn.Module):
@@ -161,7 +161,7 @@ PATHS = {
     "one host": lambda rank, step: [0, 1, 2, 3] if rank < 2 else [0, 3],
     "one rank": lambda rank, step: [0, 1, 2, 3] if rank == step else [0, 3],
 }
-"""Which layers a rank of four, on two hosts, runs at a step."""
+"""The layers that a rank of four, on two hosts, runs at a step."""
 
 
 def train_over(backend: str | None, path: str, strategy: str) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ def test_a_backward_that_raises_changes_nothing() -> None:
     assert losses[0] == losses[1]
 
 
-# --- memory, and what is refused ------------------------------------------------------------------
+# --- memory, and refusals -------------------------------------------------------------------------
 
 
 @on_device(4, "nccl")

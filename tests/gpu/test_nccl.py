@@ -1,9 +1,10 @@
-"""NCCL without a GPU: the table, communicators and their monitor over a stand-in, which libnccl is used, and the real
-library's own errors.
+"""NCCL without a GPU: the table, communicators and their monitor over a fake; the choice of
+libnccl; the real library's own errors.
 
 tests/c/fake_nccl.c has the ABI and the rules of libnccl, and the ranks are processes of a small C program
-(tests/c/test_nccl_comm.c), as in test_c_comm.py. What is declared in nccl_lib.h is held against a real nccl.h, and
-the real library loads where it is installed: without a GPU its error paths are real.
+(tests/c/test_nccl_comm.c), as in test_c_comm.py. The declarations of nccl_lib.h are compared with a
+real nccl.h, and the real library loads where it is installed: without a GPU its error paths are
+real.
 """
 
 import ctypes
@@ -39,20 +40,20 @@ NAMES = re.findall(r"^    TEST\((\w+), ", PROGRAM[0].read_text(), re.MULTILINE)
 
 
 class Programs:
-    """The test program and the stand-ins, each compiled in each build when it is first asked for."""
+    """The test program and the fakes, each compiled in each build when it is first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made: dict[str, Path] = {}
 
     def library(self, build: str, old: bool = False) -> Path:
-        """The stand-in for libnccl; `old`: 2.21.5 instead of 2.28.9."""
+        """The fake of libnccl; `old`: 2.21.5 instead of 2.28.9."""
         flags = [*BUILDS[build], *(["-DFAKE_NCCL_OLD"] if old else [])]
         name = f"libfake_nccl{'_old' * old}_{build}.so"
         return self._get(name, [C / "fake_nccl.c"], flags, "-shared")
 
     def program(self, build: str) -> Path:
-        """tests/c/test_nccl_comm.c with what it tests."""
+        """tests/c/test_nccl_comm.c with the tested sources."""
         return self._get(f"test_nccl_{build}", [*PROGRAM, *CORE], BUILDS[build])
 
     def _get(self, name: str, sources: list[Path], flags: list[str], *link: str) -> Path:
@@ -90,7 +91,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return Programs(tmp_path_factory.mktemp("nccl"))
 
 
-# --- over the stand-in ---------------------------------------------------------------------------
+# --- over the fake --------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(5)
@@ -111,7 +112,7 @@ def test_threads(programs: Programs, name: str) -> None:
     programs.check("threads", name)
 
 
-# What fails, and what the exception says. A call of the second kind is found out later, by the
+# The failing call, and the exception's word. A call of the second kind fails later, by the
 # communicator's state.
 CALLS = ["AllGather", "Broadcast", "GroupEnd"]
 INIT = ["CommInitRankConfig"]
@@ -164,8 +165,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(named=None, folder=None, loaded=None, version=None):
-    """What library() says, where ZSHARD_NCCL_LIB is `named`, `folder` is on Python's path, `loaded`
-    is loaded, and a stand-in has that version."""
+    """The result of library(), if ZSHARD_NCCL_LIB is `named`, `folder` is on Python's path,
+    `loaded` is loaded, and a fake has that version."""
     os.environ.pop("ZSHARD_NCCL_LIB", None)
     env = {"ZSHARD_NCCL_LIB": named, "FAKE_NCCL_VERSION": version}
     os.environ.update({name: str(value) for name, value in env.items() if value is not None})
@@ -186,7 +187,7 @@ def answer(*arguments, fn=look):
 
 
 def copy(fake, folder):
-    """A copy of the stand-in: another library to the linker, with the same name."""
+    """A copy of the fake: another library to the linker, with the same name."""
     folder.mkdir(parents=True)
     return Path(shutil.copy(fake, folder / "libnccl.so.2"))
 
@@ -252,7 +253,7 @@ def end(fake):
 
 def test_exit_is_quiet(fake):
     usual, ours = (fork_ranks(end, 1, path, check=True)[0] for path in ("", str(fake)))
-    # Triton, beside torch 2.15 on Python 3.13, reports leaks of its own.
+    # Triton with torch 2.15 on Python 3.13 reports its own leaks.
     assert set(ours.stderr.splitlines()) <= set(usual.stderr.splitlines())
 
 

@@ -48,7 +48,7 @@ def run(variant, sample, change):
 
 
 def wrong_with(op, variant, sample):
-    """Return what is wrong with an operation on shards; None if nothing."""
+    """Return the fault of an operation on shards; None if there is none."""
     part = part_like(sample.input)
 
     def cut(value):
@@ -80,7 +80,7 @@ def wrong_with(op, variant, sample):
 
 
 def wrong_value(got, whole, part):
-    """Return what is wrong with a shard of some elements of `whole`, bit for bit."""
+    """Return the fault of a shard of some elements of `whole`, bit for bit."""
     if type(got) is not ShardTensor or part.shape != whole.shape:
         return "gave a tensor that is not guarded, or not as what it is"
     if got.shape != part.local_shape or got.dtype != whole.dtype:

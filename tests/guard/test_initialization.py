@@ -167,7 +167,8 @@ def test_values_equal_the_plain_model(function, combination):
 
 
 def kaiming_imported_before(model):
-    """With torch's function as it is before the first FSDP(...), whatever test ran before."""
+    """With torch's function as it is before the first FSDP(...), also if another test ran
+    before."""
     for param in model.parameters():
         if param.dim() >= 2:
             inspect.unwrap(init.kaiming_normal_)(param)
@@ -209,7 +210,7 @@ def with_frozen_embedding():
 @pytest.mark.parametrize("combination", SHARDED)
 @on_ranks(2)
 def test_between_steps(combination):
-    """A layer is initialized anew while an optimizer has state of it; another one is frozen."""
+    """A layer is initialized again while an optimizer has state of it; another one is frozen."""
 
     def after(training):
         if training.step == 1:
@@ -227,7 +228,7 @@ def test_between_steps(combination):
 @pytest.mark.parametrize("combination", SHARDED)
 @on_ranks(2)
 def test_torch_errors_stay_the_same(combination):
-    """What torch refuses for a plain model, it refuses for shards, with the same message."""
+    """torch refuses the same calls for shards as for a plain model, with the same message."""
     mistakes = (
         lambda model: init.xavier_uniform_(model.linear.bias),
         lambda model: init.uniform_(model.linear.weight, 1.0, -1.0),

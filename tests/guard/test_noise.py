@@ -108,7 +108,7 @@ def test_noise_by_the_shape_is_refused(name, combination):
 
 @on_ranks(2)
 def test_noise_by_the_shape_is_refused_where_one_rank_has_all():
-    """What this rank draws, the other does not, so that all later numbers differ."""
+    """Only this rank draws, so that all later numbers differ."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(nn.Linear(6, 6, bias=False)), transport="shm")
     model(torch.ones(2, 6)).square().sum().backward()

@@ -99,7 +99,7 @@ def test_remedies_of_shard_errors_work():
 
 
 class Scaled(nn.Module):
-    """As CLIP: the loss multiplies what the forward returns by a parameter."""
+    """As CLIP: the loss multiplies the forward's result by a parameter."""
 
     def __init__(self):
         super().__init__()

@@ -41,7 +41,7 @@ def model() -> nn.Module:
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """Return a config that works, with these sections in place of its own; None removes one."""
+    """Return a config that works, with these sections replaced; None removes one."""
     found = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},

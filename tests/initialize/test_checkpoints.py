@@ -105,7 +105,7 @@ def save_on_own_disks(root: str) -> tuple[set[str], str]:
 
 
 def load_on_own_disks(root: str) -> tuple[str, bool]:
-    """Return the path that was loaded, or the error, and whether it is what was saved."""
+    """Return the path that was loaded, or the error, and whether it is the saved one."""
     engine = engine_on_own_disk()
     try:
         path, _ = engine.load_checkpoint(Path(root, os.environ["RANK"]))

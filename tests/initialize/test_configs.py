@@ -19,7 +19,7 @@ from spawn import on_ranks
 import zshard
 
 SCALE = {"scale": 2.0**16, "window": 1000, "hysteresis": 2}
-STEPS = 5  # for "auto", beside values that follow
+STEPS = 5  # for "auto", next to dependent values
 ARGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "learning_rate": LR,

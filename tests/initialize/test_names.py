@@ -139,7 +139,7 @@ def test_autocast_surrounds_the_forward():
 
 @on_ranks(2)
 def test_loop_may_set_the_boundary():
-    """Loops that count by themselves: step() once per round."""
+    """Loops that count micro-batches: step() once per round."""
     rounds = config(gradient_accumulation_steps=2, zero_optimization={"stage": 1})
     counted, by_hand = engine_of(rounds), engine_of(rounds)
     train(counted, 4)

@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """What a rank needs to train."""
+    """A rank's training."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -82,7 +82,7 @@ class Run:
         return found
 
     def backward(self, step: int) -> str:
-        """Make gradients and clip them; return what a run that nothing disturbed gives, too."""
+        """Make gradients and clip them; return the losses of an undisturbed run as well."""
         if self.options.get("copy"):  # as for a moving average
             copy.deepcopy(self.model)
         loss = self.loss(step)
@@ -141,7 +141,7 @@ def train(
 ) -> tuple[int, Any]:
     """Train to the end; write losses to the folder. Return where it began, and the weights'
     digest. options["script"]: the class of the script, which saves checkpoints. options["fails"]:
-    what is called, at which step, and on which ranks."""
+    the call, its step, and its ranks."""
     if token:
         os.environ[VARIABLE] = token
     if options.get("transport") == "hosts":
@@ -211,7 +211,7 @@ def check(
 ) -> int:
     """Run with these kills, one after the other, and compare with an undisturbed run; return where
     the last processes began. A run may also end before it is killed. kills: (place, rank, when);
-    with a fourth word, the memory that is kept is lost, too."""
+    with a fourth word, the kept memory is lost as well."""
     expected = undisturbed(options)
     ranks, said = options.get("ranks", 2), f"{options}, killed {kills}"
     for kill in [*kills, None]:

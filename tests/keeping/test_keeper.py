@@ -1,5 +1,5 @@
-"""The keeper holds what ranks leave, serves clients beside those that fail, misuse it or belong to
-others, and ends when nothing can resume."""
+"""The keeper holds the memory of ranks that exit, serves clients while others fail, misuse it or
+belong to other runs, and ends when nothing can resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zshard.extras.keeping import client
 from zshard.extras.keeping import keeper as process
 from zshard.extras.keeping.client import Keeper, start
 
-PATIENCE = 60.0  # seconds for what happens at once on an idle machine
+PATIENCE = 60.0  # seconds for events that are immediate on an idle machine
 
 
 def memory(text: bytes) -> int:
@@ -40,7 +40,7 @@ def text_of(fd: int) -> bytes:
 
 
 def taken(keeper: Keeper, name: str) -> list[bytes]:
-    """The texts of what is held under a name."""
+    """The texts held under a name."""
     found = keeper.get(name)
     assert found is not None
     texts = [text_of(fd) for fd in found.fds]
@@ -82,7 +82,7 @@ def in_child(call: Callable[[], object]) -> None:
 
 
 def opened_by(pid: int) -> list[str]:
-    """What a process has open."""
+    """The open files of a process."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -91,7 +91,7 @@ def opened_by(pid: int) -> list[str]:
 
 
 def descriptors_of(keeper: Keeper) -> list[str]:
-    """What the keeper has open, except connections: it may not have seen the end of some yet."""
+    """The keeper's open files, except connections: it may not have seen the end of some yet."""
     return [link for link in opened_by(keeper.pid()) if not link.startswith("socket:")]
 
 
@@ -110,7 +110,7 @@ def head(op: str, token: str, **more: object) -> bytes:
     return json.dumps({"op": op, "token": token, "bytes": 0, "fds": 0, **more}).encode()
 
 
-# --- what is held -----------------------------------------------------------------------------------
+# --- held memory ----------------------------------------------------------------------------------
 
 
 def test_what_a_killed_process_left_is_read_by_another(keeper: Keeper) -> None:
@@ -274,7 +274,7 @@ def test_a_client_that_dies_in_a_message_changes_nothing(keeper: Keeper) -> None
     assert taken(keeper, "a") == [b"old"] and keeper.list() == {"a": b"old"}
 
 
-STRANGE = {  # packets, each with how many descriptors, and what the keeper says
+STRANGE = {  # packets, each with its number of descriptors, and the keeper's answer
     "noise": ([(b"\xff\x00\xfe" * 50, 0)], "not of zshard's protocol"),
     "nested": ([(b"[" * 30000, 0)], "not of zshard's protocol"),
     "a list": ([(b"[1, 2]", 0)], "not of zshard's protocol"),
@@ -349,7 +349,7 @@ def test_idle_connections_make_room(
 
 def test_its_limit_of_descriptors_is_named() -> None:
     def fill() -> None:
-        os.closerange(3, 65536)  # what other tests of this process have open
+        os.closerange(3, 65536)  # files that other tests of this process have open
         resource.setrlimit(resource.RLIMIT_NOFILE, (process.SPARE + 120,) * 2)
         keeper, fd = Keeper(start()), memory(b"x")
         try:
@@ -421,7 +421,7 @@ def test_an_address_that_another_user_took_gets_nothing() -> None:
         listener.bind(address)
         listener.listen()
         os.write(writable, b"x")
-        # Processes of other tests that list keepers connect, too.
+        # Processes of other tests that list keepers also connect.
         while listener in select.select([listener, until], [], [])[0]:
             assert listener.accept()[0].recv(100) == b""
 

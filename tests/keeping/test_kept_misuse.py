@@ -1,4 +1,4 @@
-"""What scripts do wrong with zshard.Keep: each is an error that names the remedy, or right."""
+"""Misuse of zshard.Keep: an error that names the remedy, or a correct result."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_single_rank(token):
 # --- calls in the wrong place ---------------------------------------------------------------------
 
 AFTER_IT = "run forwards and state_dict() after it"
-BLOCK: dict[str, tuple[Any, str]] = {  # what is done in the block, and what is said
+BLOCK: dict[str, tuple[Any, str]] = {  # the block's action, and the message
     "forward": (lambda run, kept: run.loss(1), AFTER_IT),
     "state_dict": (lambda run, kept: run.model.state_dict(), AFTER_IT),
     "optimizer's state_dict": (lambda run, kept: run.optimizer.state_dict(), AFTER_IT),
@@ -269,7 +269,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
 
 
 def test_another_script_is_refused(token: str) -> None:
-    """That leaves what is kept to the right one."""
+    """That leaves the kept memory to the right one."""
     fork_ranks(some_steps, 2, token, check=True)
     with all_rows() as row:
         for options, words in UNFIT:

@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "fault_tolerance.md"
 
 
 def run(script: Path, **env: str) -> tuple[str, list[str]]:
-    """Return what a run said, and each rank's last loss."""
+    """Return a run's output, and each rank's last loss."""
     words = ["zshard", "run", "-n2", "--bind=none", "--standalone", "--keep", script]
     done = forked_python("-m", *words, env={"PYTHON_EXEC": python(), **env}, timeout=200)
     assert done.returncode == 0, done.stderr

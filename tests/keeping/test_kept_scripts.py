@@ -1,6 +1,6 @@
-"""What zshard.Keep guarantees, tested with random scripts: whatever a script does with model,
-optimizer, schedulers and random numbers, and whenever its ranks are killed, each step has the bits
-of a run that nothing disturbed."""
+"""The guarantee of zshard.Keep, tested with random scripts: for any use of model, optimizer,
+schedulers and random numbers, and any time of a kill, each step has the bits of an undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEDULERS: list[Any] = [
 
 
 class Script:
-    """A training script by its seed. What it does in a step depends on the number of the step."""
+    """A training script by its seed. Each step's operations depend on its number."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.seed, self.choose, self.given = options["seed"], random.Random(), []

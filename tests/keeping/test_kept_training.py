@@ -1,5 +1,5 @@
 """A kept run whose ranks are killed, or fail otherwise, continues as if nothing had happened:
-losses, norms and weights are those of an undisturbed run, to the bit."""
+losses, norms and weights are those of an undisturbed run, bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {  # options, 
     "rounding": ({"optimizer": "rounding"}, [("block", 1, 5)]),
     "copies of the model": ({"copy": True, "units": True}, [("block", 1, 5)]),
     "copies with 8 bits": ({"optimizer": "8 bit", "copy": True}, [("block", 1, 5)]),
-    # In the first step after a recovery, too, and twice in one step.
+    # Also in the first step after a recovery, and twice in one step.
     "in a row": (
         {},
         [("backward", 0, 2), ("forward", 1, 2), ("block", 0, 2), ("after", 1, 2), ("block", 1, 3)],

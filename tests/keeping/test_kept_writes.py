@@ -47,7 +47,7 @@ def test_commit_without_with(token):
 
 
 def acts_of(run: Any, kept: Any, other: Any, folder: str) -> dict[str, tuple[Any, str]]:
-    """Return what scripts do to a kept model, and what the error says."""
+    """Return writes of scripts to a kept model, and the errors' texts."""
     model, params, state = run.model, list(run.model.parameters()), run.model.state_dict()
     zshard.save(folder, model, run.optimizer)
     scaler = torch.amp.GradScaler("cpu")

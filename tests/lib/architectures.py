@@ -43,7 +43,7 @@ class Architecture:
         return model.train()
 
     def batch(self, step: int, rank: int) -> Batch:
-        """Return the input of `rank` at `step`: the same wherever it is created."""
+        """Return the input of `rank` at `step`: the same on every process."""
         return self.draw(torch.Generator().manual_seed(1000 * step + rank))
 
 

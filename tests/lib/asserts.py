@@ -1,7 +1,7 @@
 """pytest's assertion rewriting where pytest does not provide it: in ranks, and for these helpers.
 
 A failing assert shows the compared values only in a module that pytest has rewritten. pytest
-rewrites the tests that it imports itself; a rank imports them anew, so it installs the same hook,
+rewrites the tests that it imports itself; a rank imports them again, so it installs the same hook,
 which finds the parent's rewritten code in __pycache__ and hence costs nothing. The hook is private
 to pytest: with a different hook, or none, asserts are plain.
 """
@@ -22,7 +22,7 @@ SETTINGS = {"python_files": ["test_*.py"], "assertion_text_diff_style": "ndiff"}
 
 
 def rewrite_helpers() -> None:
-    """Rewrite the helpers, here and beside the tests that share them, when they are imported."""
+    """Rewrite the helpers, here and next to the tests that share them, when they are imported."""
     import pytest
 
     helpers = {path.stem for path in Path(__file__).parents[1].glob("*/[!t]*.py")}

@@ -15,7 +15,7 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 HEADERS = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".hpp"))
 INCLUDES = [f"-iquote{CSRC}"]
-"""What lets a compiler find them by #include "unit/unit.h"."""
+"""Flags that let a compiler find them by #include "unit/unit.h"."""
 
 
 SHM = [
@@ -35,10 +35,10 @@ SHM = [
     "mappings.c",
     "shm*.c",
 ]
-"""What the transport "shm" is compiled of."""
+"""Sources of the transport "shm"."""
 
 TURNS = ["turn.c", "turn_text.c", "agree.c"]
-"""What transports that exchange turns add to it."""
+"""Further sources of transports that exchange turns."""
 
 
 def source(name: str) -> Path:

@@ -74,8 +74,8 @@ def states_in(folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: str | Path) -> list[str]:
-    """Return what is wrong with the format of the safetensors files: where data begins, its
-    alignment, and the indices."""
+    """Return the faults in the format of the safetensors files: the begin of data, its alignment,
+    and the indices."""
     wrong = []
     for stem in ("model", "optimizer"):
         index = Path(folder, f"{stem}.safetensors.index.json")
@@ -165,7 +165,7 @@ def small_chunks(size: int) -> Iterator[None]:
 # --- failing saves --------------------------------------------------------------------------------
 
 APART = ("full_shard", "c10d")
-"""Where each rank has something even of a small model."""
+"""Each rank has a part even of a small model."""
 
 
 def outcome(action):

@@ -1,5 +1,5 @@
-"""What a row of docs/transformers_classes.md says about a class, found by ranks: the units that "auto"
-chooses, what states them, and whether training has DDP's bits."""
+"""Facts about a class for its row of docs/transformers_classes.md, found by ranks: the units that
+"auto" chooses, their source, and whether training has DDP's bits."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     monkeypatch.setenv("ZSHARD_CUDA_LIB", str(fake_cuda.library()))
 
-It contains the kernels of cuda/, compiled for the host, so it computes what a GPU would. Device
+It contains the kernels of cuda/, compiled for the host, so it computes the same as a GPU. Device
 memory is host memory, and side streams are threads that can be delayed. It is compiled once per
 machine, in a temporary folder whose name is a digest of its sources. Environment variables
 (FAKE_CUDA_*) control it and are read in each call.

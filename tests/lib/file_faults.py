@@ -7,7 +7,7 @@
     calls = file_faults(0)  # there were so many since; none fails any more
     calls = forked(3, "kill", act)  # in a child that acts with this fault; None: it was killed
 
-zshard has one hook for watching its file calls. The watcher is a module of its own (c/fs_faults.c),
+zshard has one hook for watching its file calls. The watcher is its own module (c/fs_faults.c),
 compiled here, so zshard ships none.
 """
 

@@ -1,4 +1,4 @@
-"""The program of `nursery.python()`: it looks like a Python, but what it runs is a fork of the nursery.
+"""The program of `nursery.python()`: it looks like a Python, but runs a fork of the nursery.
 
 This process lends its files, arguments, environment and folder, passes signals on, and ends as the fork
 does. It imports little: it starts within 20 ms.
@@ -41,7 +41,7 @@ def _pass_on(pid: int, number: int) -> None:
 
 
 def _received(own: socket.socket) -> Any:
-    """Return what a Connection sent; ends this process where nothing more comes."""
+    """Return a Connection's message; end this process if nothing more comes."""
     length = _bytes(own, 4)
     return pickle.loads(_bytes(own, int.from_bytes(length, "big")))
 

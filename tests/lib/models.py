@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compare import differences as differences  # most users of these models want this, too
+from compare import differences as differences  # most users of these models want this as well
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    """A block with inner blocks, and a weight of its own."""
+    """A block with inner blocks, and its own weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Case:
     unused: bool = False  # DDP needs to know that not all parameters are used
 
     def batch(self, step: int, rank: int) -> Tensor:
-        """Return the input of `rank` at `step`: the same wherever it is created."""
+        """Return the input of `rank` at `step`: the same on every process."""
         return self.draw(torch.Generator().manual_seed(1000 * step + rank))
 
 

@@ -98,10 +98,10 @@ def start_nursery() -> str:
 
 
 def python() -> str:
-    """Return a program that runs what sys.executable would, in a fork of the nursery: -c, -m or a script.
+    """Return a program that runs like sys.executable, in a fork of the nursery: -c, -m or a script.
 
-    Torch and zshard are imported in no time, and what they read from the environment at import is the
-    nursery's. The program's process is not that of the command, nor its child.
+    Torch and zshard are imported in no time, with the nursery's environment at import. The
+    program's process is not that of the command, nor its child.
     """
     return str(Path(start_nursery()).with_name("python"))
 
@@ -156,7 +156,8 @@ def fork_ranks(
     env: added to the ranks' environment.
     check: raise RankFailure if a rank fails. Without it, check the results.
     until: kill the others once this rank has ended.
-    alone: fork a process that has imported no other test's module: for what a process decides once.
+    alone: fork a process that has imported no other test's module: for decisions that a process
+    makes once.
     """
     global _forking
     from torch.distributed import TCPStore
@@ -200,7 +201,7 @@ def fork_ranks(
 
 
 def result_of(folder: Path, rank: int, code: int | None) -> RankResult:
-    """Return what a forked rank left in `folder`."""
+    """Return a forked rank's result in `folder`."""
     texts = [(folder / f"{rank}.{what}").read_text(errors="replace") for what in ("out", "err")]
     made = folder / f"{rank}.value"
     value = pickle.loads(made.read_bytes()) if made.exists() and code == 0 else None
@@ -375,7 +376,7 @@ def _codes(
         late = not ready or client in ready
         for end in list(ends) if late else ready:
             pid = ends.pop(end)
-            _kill_with_children(pid)  # of one that has ended, what it has left behind
+            _kill_with_children(pid)  # of one that has ended, its remains
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             codes[pid] = None if late else code
             os.close(end)
@@ -393,7 +394,7 @@ def _leave_before_torch() -> None:
     """Let processes exit where C would begin with torch's registries: that takes a fifth of a second."""
     libc = ctypes.CDLL(None)
     libc.on_exit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # what is loaded later comes first
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # later modules come first
 
 
 _libraries: dict[str, Any] = {}  # modules by name

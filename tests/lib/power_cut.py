@@ -1,10 +1,10 @@
-"""What a power cut may leave of a folder, rebuilt from the log of all file calls.
+"""States of a folder after a power cut, rebuilt from the log of all file calls.
 
-Only an fsync guarantees what is on the disk. Unsynced writes to a file may be present or missing,
-in any part. In a folder, creations, renames and removals may be present up to any one of them,
-separately for each folder, until it is synced. So the log is replayed on a model that knows the
-certain and the pending changes of each file and folder; at each cut the pending changes are applied
-or dropped in many ways. A test then checks each of these folders as after a restart.
+Only an fsync guarantees the contents of the disk. Unsynced writes to a file may be present or
+missing, in any part. In a folder, creations, renames and removals may be present up to any one of
+them, separately for each folder, until it is synced. So the log is replayed on a model that knows
+the certain and the pending changes of each file and folder; at each cut the pending changes are
+applied or dropped in many ways. A test then checks each of these folders as after a restart.
 
     disk = Disk(folder)                     # what is there now is on the disk
     with logged(log):                       # or, in each of several ranks, file_log(log)
@@ -115,8 +115,8 @@ class File:
         self.sure, self.pending = self.content(self.pending), []
 
     def outcomes(self) -> list[bytes]:
-        """Return what may be on the disk: up to any of the changes, that one in part, and all but
-        one."""
+        """Return possible contents of the disk: up to any of the changes, that one in part, and all
+        but one."""
         n = len(self.pending)
         found = [self.content(self.pending[:k]) for k in range(n + 1)]
         for k, change in enumerate(self.pending):
@@ -150,7 +150,7 @@ class Folder:
         self.sure, self.pending = self.names(), []
 
     def outcomes(self) -> list[Names]:
-        """Return what may be on the disk: up to any of the changes."""
+        """Return possible contents of the disk: up to any of the changes."""
         return [self.names(n) for n in range(len(self.pending) + 1)]
 
 
@@ -199,7 +199,7 @@ class State:
 
 
 class Disk:
-    """A folder: its content at construction, and what a log reports later.
+    """A folder: its content at construction, and later changes from a log.
 
     The log must contain all calls since. Other changes to the folder are unknown here; `replayed`
     reveals them. Renames between folders are not modelled.

@@ -36,7 +36,7 @@ class Half(Block):
 
 
 class Stack(nn.Module):
-    """Four blocks, each a unit, in a root with a weight of its own and a head."""
+    """Four blocks, each a unit, in a root with its own weight and head."""
 
     def __init__(self, way, reentrant):
         super().__init__()

@@ -8,7 +8,8 @@
     all_refused({"a negative rate": (lambda: zshard.SGD(params, lr=-1), ValueError, "lr must be")})
     all_raise(ValueError, {"lr must be": lambda: zshard.SGD(params, lr=-1)})
 
-For rows that take milliseconds: a case of its own, which pytest makes, names and reports, costs as much.
+For rows that take milliseconds: a separate case, which pytest makes, names and reports, costs as
+much.
 """
 
 from __future__ import annotations

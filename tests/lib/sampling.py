@@ -1,14 +1,15 @@
-"""Which cases a run has: a sample of each test's, by default.
+"""Selection of a run's cases: a sample of each test's, by default.
 
-    @pytest.mark.sampled(5)  # five of its cases in each run, which cover as many values as possible
+    @pytest.mark.sampled(5)  # five of its cases in each run, which cover the most values
 
 A test on ranks runs one case, unless it says another number: different from test to test, so that each
-strategy and transport is used in many tests. Other tests run all. What is marked `thorough` takes
-minutes and is left out, too. Cases that are left out are not even made: that takes half a minute.
+strategy and transport is used in many tests. Other tests run all. Tests marked `thorough` take
+minutes and are left out as well. Cases that are left out are not even made, which would take half a
+minute.
 
     --whole        all cases of all tests
     --shard 3/16   the third sixteenth of them (shards.py)
-    --quick        what starts no ranks and no Python
+    --quick        tests that start no ranks and no Python
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_RANKS = 1  # cases of a test on ranks, unless it sets another number
 LIBRARIES = (sys.base_prefix, sys.prefix, str(ROOT / "zshard"))  # whose code is not looked into
 STARTERS = ("fork_ranks", "run_ranks", "RankPool", "start_nursery")
-GPU = "tests/gpu/"  # what drives fake GPUs only, and what it drives
+GPU = "tests/gpu/"  # tests of fake GPUs only, and their sources
 DRIVEN = ["csrc/device", "csrc/comm/gpu", "csrc/comm/nccl", "cuda", "tests/c", "tests/lib", GPU]
 DRIVEN += ["csrc/python/py_cuda.c", "csrc/python/py_nccl.c"]
 DRIVEN += [f"zshard/ranks/{name}.py" for name in ("devices", "nccl", "transports")]
@@ -68,7 +69,7 @@ def keep_a_sample(test: pytest.Metafunc) -> int:
 
 
 def _sample_of(cases: list[Any], size: int, test: str) -> list[Any]:
-    """Choose `size` of the cases of one test: the same each time, whatever values are called.
+    """Choose `size` of the cases of one test: the same each time, for any names of values.
 
     Greedy: the case whose parameters' values have occurred least is next.
     """
@@ -84,7 +85,7 @@ def _sample_of(cases: list[Any], size: int, test: str) -> list[Any]:
     return [cases[place] for place in sorted(taken)]
 
 
-# --- what a test starts -----------------------------------------------------------------------------
+# --- processes that a test starts -----------------------------------------------------------------
 
 
 @functools.cache
@@ -150,7 +151,7 @@ def is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
 
 @functools.cache
 def gpu_unchanged() -> bool:
-    """Return whether this is a branch that changes nothing of what fake GPUs drive."""
+    """Return whether this is a branch that changes no source that fake GPUs run."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)

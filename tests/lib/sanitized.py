@@ -55,7 +55,7 @@ def build() -> dict[str, str]:
 
 
 def build_to_fuzz() -> dict[str, str]:
-    """The same for a fuzzer, atheris, whose libFuzzer then learns what was covered."""
+    """The same for a fuzzer, atheris, whose libFuzzer then receives the coverage."""
     env = build()
     library = SANITIZED / "coverage_to_libfuzzer.so"
     made = library.with_suffix(f".{os.getpid()}")  # another process may be fuzzing with the old one

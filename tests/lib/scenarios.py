@@ -62,7 +62,7 @@ class Wide(nn.Module):
 
 
 def built(combination, build=Wide, **options):
-    """Return a model on transports of its own: a test may leave them broken."""
+    """Return a model on its own transports: a test may leave them broken."""
     options = {"process_group": own_group(), "timeout": 20, **options}
     return wrapped(build, combination, **options)
 

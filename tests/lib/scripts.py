@@ -97,7 +97,7 @@ def input_that_wants_a_gradient(model, rank):
 
 
 def autocast(model, rank):
-    """A gather casts separately (test_autocast.py), so the plain model must cast anew, too."""
+    """A gather casts separately (test_autocast.py), so the plain model must cast again as well."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model(floats(rank)))
         torch.clear_autocast_cache()

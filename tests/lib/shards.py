@@ -1,6 +1,6 @@
 """All cases of all tests, in parts that one sitting can run: `make thorough SHARD=3/16`.
 
-A case's shard depends on its name only. What has passed is noted under build/, by commit, so that a
+A case's shard depends on its name only. Passed cases are noted under build/, by commit, so that a
 shard that was broken off continues where it was. A finished one is recorded in tests/shards.json, which is
 committed: part, commit, date, counts, failures.
 """
@@ -80,7 +80,7 @@ class Shard:
 
 
 def git(*words: str) -> str:
-    """Return what a git command prints."""
+    """Return the output of a git command."""
     command = ["git", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()

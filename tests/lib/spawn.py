@@ -38,7 +38,7 @@ from asserts import rewrite_in_ranks
 from nursery import connect, end_with_parent, fork_ranks, show_stacks_when_asked, start_nursery
 from tasks import TAIL, RankFailure, RankResult, answer, call_of, python_path, task_of
 
-GRACE = 2.0  # seconds for the other ranks to end by themselves after one failed
+GRACE = 2.0  # seconds for the other ranks to end after one failed
 LEAVE = 10.0  # seconds from a rank's answer to its process's exit
 START = 100.0  # seconds for the nursery to import torch on a loaded machine
 
@@ -55,9 +55,10 @@ def on_ranks(
     """Run the decorated test on each rank of the session's pool of that size, once per world size.
 
     Its fixtures and parameters are pickled. An assert that fails on a rank fails at its own line.
-    Other marks stand above this one.
+    Put other marks above this one.
 
-    fresh: on forked ranks of its own, where nothing is initialised. forks: fork_ranks()'s env, timeout, ...
+    fresh: on newly forked ranks, where nothing is initialised. forks: fork_ranks()'s env, timeout,
+    ...
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

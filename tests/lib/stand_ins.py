@@ -1,7 +1,7 @@
 """Fake GPUs and NCCL: the environment in which zshard runs its CUDA code without a GPU.
 
 A model on the CPU trains as if on a GPU (as_gpu/fake_gpu.py), with fakes of libcuda (fake_cuda.py)
-and libnccl (c/fake_nccl.c). Both delay their work and run it on threads of their own, and their
+and libnccl (c/fake_nccl.c). Both delay their work and run it on their own threads, and their
 GPUs compute as the CPU does, so results are bit-identical to the CPU's only if every wait is in the
 right place.
 

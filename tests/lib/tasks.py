@@ -1,4 +1,4 @@
-"""What a test sends its ranks, and what comes back: a function or a script with its arguments, as bytes.
+"""Tasks for ranks, and their results: a function or a script with its arguments, as bytes.
 
 Both sides are here. spawn.py and nursery.py start the processes.
 """
@@ -34,13 +34,13 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended; `returncode` is None if it was killed at the time limit."""
+    """The end of one rank; `returncode` is None if it was killed at the time limit."""
 
     rank: int
     returncode: int | None
     stdout: str
     stderr: str
-    value: Any  # what the function returned; None for a script or a rank that failed
+    value: Any  # the function's result; None for a script or a rank that failed
 
 
 # --- the parent's side ---------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def call_of(fn_or_path: Any, args: tuple[Any, ...]) -> str:
 
 
 def find_modules_beside(file: str) -> None:
-    """Let this process import the modules beside `file`, and each module of tests: arguments may
+    """Let this process import the modules next to `file`, and each module of tests: arguments may
     name functions of a module other than the task's."""
     for folder in [str(Path(file).parent), *(str(path) for path in TESTS.iterdir())]:
         if folder not in sys.path and Path(folder).is_dir():

@@ -110,7 +110,7 @@ def find(name: str) -> Tiny:
     cls = Tiny(name, 0).cls
     try:
         is_usable = getattr(cls, "config_class", None) is not None
-    except ImportError:  # from the stand-in for a class whose package is not installed
+    except ImportError:  # from the placeholder for a class whose package is not installed
         is_usable = False
     if not is_usable:
         raise Misfit("needs a package that is not installed, or has no configuration of its own")
@@ -123,7 +123,7 @@ def find(name: str) -> Tiny:
             if not 0 < count <= LARGEST:
                 raise Misfit(f"{count:,} parameters in its smallest form")
             return _with_inputs(tiny)
-        except Exception as error:  # whatever a class raises about sizes: another attempt follows
+        except Exception as error:  # any error of a class about sizes: another attempt follows
             reasons.append(describe(error))
     raise Misfit(reasons[0])
 
@@ -155,7 +155,7 @@ def describe(error: BaseException) -> str:
 
 def smaller(cls: Any, factor: int, small: bool, cut: bool) -> Any:
     """Return the default configuration with widths divided by `factor` and few layers. small: with
-    small pictures; cut: lists with an entry per layer are cut to as many."""
+    small pictures; cut: lists with an entry per layer are cut to the same number."""
     options = cls().to_dict()
     options.update(dict.fromkeys(options.keys() & {"use_cache"}, False))
     _shrink(options, factor, small, cut)
@@ -305,7 +305,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def seed(number: int) -> None:
-    """Seed what a model may draw from: torch, Python and NumPy."""
+    """Seed the generators that a model may use: torch, Python and NumPy."""
     import random
 
     torch.manual_seed(number)
@@ -317,7 +317,7 @@ def seed(number: int) -> None:
 
 
 def train(model: Any, tiny: Tiny, rank: int, steps: int) -> list[float]:
-    """Train on this rank's batches, with dropout as the class has it; return the losses."""
+    """Train on this rank's batches, with the class's own dropout; return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     losses = []
     for step in range(steps):

@@ -1,5 +1,5 @@
-"""Wire codes (FSDP(wire=...)) in torch: what numbers are once they have crossed hosts; and what
-ranks on CPUs and on GPUs do to compare.
+"""Wire codes (FSDP(wire=...)) in torch: the values of numbers that have crossed hosts; and the
+comparisons that ranks make on CPUs and on GPUs.
 
 If a loss is a sum of products, a test chooses its gradients, so it can compute the entire encoding
 separately, bit for bit.
@@ -95,7 +95,7 @@ class Model:
         return whole / len(gradients)
 
 
-# --- what ranks do --------------------------------------------------------------------------------
+# --- on ranks -------------------------------------------------------------------------------------
 
 
 def steps_as(beside: Model, model: Any, strategy: str) -> list[bool]:

@@ -140,7 +140,7 @@ def test_mappings_are_counted_before_any_is_made(transport):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @on_ranks(2, fresh=True)
 def test_existing_parameters_are_not_counted_twice(device):
-    """64 MiB of parameters, which exist or not, and as many of gradients."""
+    """64 MiB of parameters, which exist or not, and the same of gradients."""
     dist.init_process_group("gloo")
     with torch.device(device):
         model = stack(1024, 16)

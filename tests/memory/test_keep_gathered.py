@@ -36,7 +36,7 @@ BOTH = 2 * UNITS - 1  # gathers of a step: the last unit stays anyway
 
 @contextlib.contextmanager
 def several_hosts():
-    """Context manager in which "auto" acts as between hosts; a decorator of tests on ranks, too."""
+    """Context manager in which "auto" acts as between hosts; also a decorator of tests on ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_model, "crosses_hosts", lambda comm: True)
         yield

@@ -1,8 +1,8 @@
-"""keep_gathered between hosts: results equal those of keep_gathered=False, bit for bit, whatever a
-script does between forward and backward; also where memory runs out.
+"""keep_gathered between hosts: results equal those of keep_gathered=False, bit for bit, no matter
+what a script does between forward and backward; also if memory runs out.
 
 A unit kept with values from before a step or a write would change the next loss.
-test_keep_gathered.py has what is kept, and when.
+test_keep_gathered.py tests which units are kept, and when.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def summon(model: Any, optimizer: Any) -> list[float]:
 
 
 def summon_and_write(model: Any, optimizer: Any) -> list[float]:
-    """The next forward uses what is written while units stay from a forward without backward."""
+    """The next forward uses values written while units stay from a forward without backward."""
     first = loss_of(model(batch(10))).item()
     with FSDP.summon_full_params(model), torch.no_grad():
         for param in model.parameters():

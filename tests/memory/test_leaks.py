@@ -28,12 +28,12 @@ from zshard import FSDP
 
 STEPS = 500
 WINDOWS = 5  # of a run
-# Bytes: half of malloc's smallest allocation; over gloo, whose threads have caches of their own,
+# Bytes: half of malloc's smallest allocation; over gloo, whose threads have their own caches,
 # less than one smallest allocation for each of a step's dozens of collectives.
 PER_STEP = {"auto": 16, "shm": 16, "c10d": 96}
 COUNTS = 1024  # bytes of malloc's that the counters of a window, which are kept, may take
 # Objects: over shm a rank has the last optimizer's state until it sees that its peers have dropped
-# theirs (optim/shared_state.py). Whether it has it at the time of a count depends on their pace.
+# theirs (optim/shared_state.py). The count at a given time depends on their pace.
 HELD = 85
 MB = 1 << 20
 
@@ -69,20 +69,21 @@ def count(**watched):
 
 
 def growth(before, after):
-    """Return {counter: growth} of what has grown."""
+    """Return {counter: growth} of the counters that have grown."""
     more = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: number for name, number in more.items() if number > 0}
 
 
 def settle():
-    """Call this first on each rank: it removes what would hide leaks, or take long."""
+    """Call this first on each rank: it removes things that would hide leaks, or take long."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # otherwise torch keeps the last 2,000 collectives
     gc.freeze()  # a collection need not scan all of torch, a hundred times
 
 
 def grown_over(act, times, at_ends=lambda: None, **watched):
-    """Return what has grown in each of the windows of so many calls of `act`, and by how much at least; of
-    objects, how many more there are in the end. `at_ends` is called at the end of each window.
+    """Return the counters that have grown in each of the windows of so many calls of `act`, and
+    their smallest growth; for objects, the total growth. `at_ends` is called at the end of each
+    window.
 
     A leak grows in every window. Caches of Python and torch fill once, at any step.
     """
@@ -146,7 +147,7 @@ def all_paths(model, optimizer, x):
 
 
 def run_steps(transport, strategy):
-    """Return what has grown over hundreds of steps."""
+    """Return the growth over hundreds of steps."""
     settle()
     model = make_model()
     model.append(Stumble())
@@ -213,7 +214,7 @@ def train_and_drop(transport, loss_outlives):
 
 
 def make_and_drop_models(transport):
-    """Return what has grown over many models."""
+    """Return the growth over many models."""
     settle()
 
     def two():
@@ -241,7 +242,7 @@ def test_dropped_models_are_freed(world, transport):
 
 
 def make_and_drop_groups(groups):
-    """Return what has grown after models on process groups of their own, which were destroyed."""
+    """Return the growth after models on their own process groups, which were destroyed."""
     settle()
     dist.init_process_group("gloo")
     counts = []

@@ -1,7 +1,7 @@
-"""What a rank holds: 1/W of parameters, gradients and optimizer state, and a bounded rest.
+"""Memory of a rank: 1/W of parameters, gradients and optimizer state, and a bounded rest.
 
 The bytes that units, tensors and the kernel report must agree. test_predict.py compares them with
-predictions. Gradients take memory from backward until a script drops them, in whatever way.
+predictions. Gradients take memory from backward until a script drops them, in any way.
 """
 
 from __future__ import annotations

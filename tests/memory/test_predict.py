@@ -1,7 +1,7 @@
 """memory("now" / "peak" / "predicted"), and predict_memory() of a model that is not wrapped.
 
 Three ways to the same number: a prediction without a process group, that of the wrapped model, and
-what the model then holds must be equal, byte for byte.
+the model's actual bytes must be equal, byte for byte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def predicted_of(name, combination, options, **more):
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen", "odds", "one unit"])
 @on_ranks(2, 3)
 def test_predictions_equal_actual_memory(name, combination, precision):
-    """Of the model on the meta device, of the wrapped one, and what it holds after two steps; then of
+    """Of the model on the meta device, of the wrapped one, and its bytes after two steps; then of
     micro-batches within no_sync()."""
     case = CASES[name]
     options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
@@ -111,7 +111,7 @@ def test_transport_memory(transport):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_peaks(transport):
-    """Where a script keeps units unsharded, or keeps gradients local."""
+    """A script keeps units unsharded, or keeps gradients local."""
     case, rank = CASES["net"], dist.get_rank()
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
     before = model.memory("peak")

@@ -1,4 +1,4 @@
-"""zshard.EMA: its averages have the bits of torch's, whatever the strategy, and an evaluation with
+"""zshard.EMA: its averages have the bits of torch's under any strategy, and an evaluation with
 them leaves no trace in the model."""
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def test_evaluations_leave_no_trace(combination):
 @pytest.mark.parametrize("way", HYBRID)
 @on_ranks(4)
 def test_evaluations_between_forward_and_backward(way):
-    """In hybrid groups a backward reads shards at once, or what the forward has kept."""
+    """In hybrid groups a backward reads shards at once, or parameters that the forward has kept."""
     states, case = [], CASES["net"]
     for swaps in (False, True):
         model = sharded("net", way)

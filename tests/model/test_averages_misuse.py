@@ -65,7 +65,7 @@ def test_arguments_out_of_range():
     )
 
 
-# --- what a script does in between ----------------------------------------------------------------
+# --- scripts in between ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combination", WAYS)

@@ -74,7 +74,7 @@ def test_copied_attributes():
 
 @on_ranks(2)
 def test_copied_settings():
-    """A copy has what the script has set after FSDP()."""
+    """A copy has attributes that the script has set after FSDP()."""
     model = FSDP(make(Stack), auto_wrap_policy={Block})
     block = next(module for module in FSDP.fsdp_modules(model) if module is not model)
     block.set_gradient_divide_factor(8.0)

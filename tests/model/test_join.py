@@ -1,7 +1,7 @@
 """model.join(loader): a loop over uneven numbers of batches ends on all ranks in one step.
 
-What remains equals a DDP run over as many batches as the shortest loader has. What one rank does
-otherwise (its loader raises, it leaves the loop, it exits) is an error on the others, and no hang.
+The result equals a DDP run over the batches of the shortest loader. If one rank behaves otherwise
+(its loader raises, it leaves the loop, it exits), the others raise an error and do not hang.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def learn(model, optimizer, loader):
 
 
 def accumulate(model, optimizer, loader):
-    """A loader may end within no_sync(); what is accumulated there is the same on all ranks."""
+    """A loader may end within no_sync(); the gradients accumulated there are the same on all
+    ranks."""
     count = 0
     for batch in loader:
         with contextlib.nullcontext() if count % 3 == 2 else model.no_sync():
@@ -154,7 +155,7 @@ def test_one_rank():
 
 @on_ranks(2)
 def test_any_number_of_ranks():
-    """A step takes all micro-batches of the ranks; the loop around it ends alike."""
+    """A step takes all micro-batches of the ranks; the loop around it ends the same way."""
     model = FSDP(make(Stack), timeout=60, deterministic="any-world", micro_batches=4)
     optimizer = zshard.AdamW(model.parameters())
     count = 0
@@ -209,7 +210,7 @@ def test_loader_that_raises_on_one_rank(combination, at):
 
 
 def leave(transport, how):
-    """Rank 1 leaves the loop by itself, and reaches a collective or its end."""
+    """Rank 1 alone leaves the loop, and reaches a collective or its end."""
     dist.init_process_group("gloo")
     model = built(("full_shard", transport), process_group=dist.group.WORLD, timeout=20)
     optimizer = adamw(model)

@@ -181,7 +181,7 @@ def test_recurse_false_unshards_one_unit(transport):
 
 @on_ranks(2)
 def test_forward_inside():
-    """A forward inside uses what was written; in another dtype it is an error."""
+    """A forward inside uses the written values; in another dtype it is an error."""
     model, plain = wrapped(Stack, ("full_shard", "shm")), make(Stack)
     x = torch.ones(2, WIDTH)
     scale(plain)

@@ -1,7 +1,7 @@
 """summon_full_params(with_grads=True): full gradients to read and to write.
 
 Inside, `.grad` equals the result of whole_grads() from the ranks' shards; outside, the shards are
-those of what was written inside.
+those of the gradients written inside.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_shard_groups(strategy):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_writes_are_kept_or_discarded(combination, writeback, precision):
-    """And a step takes what is kept; what is discarded, also by an exception."""
+    """And a step uses kept writes; others are discarded, also by an exception."""
     model = wrapped(Stack, combination, mixed_precision=precision)
     optimizer = zshard.SGD(model.parameters(), 0.1)
     forward_backward(model, dist.get_rank())
@@ -186,7 +186,7 @@ def test_a_first_gradient_is_discarded(combination):
 @pytest.mark.parametrize("combination", SHARDED)
 @on_ranks(2)
 def test_gradients_of_parameters_that_are_unsharded_already_are_refused(combination):
-    """What torch would not let back in at the end: their shards."""
+    """At the end, torch would not accept their shards."""
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     own = grads_of(model)

@@ -1,4 +1,4 @@
-"""Units with a process group of their own (experts) within a model: norms, memory and the summary.
+"""Units with their own process group (experts) within a model: norms, memory and the summary.
 
 Such a unit is a separate model. A sum over a model's ranks has no single value for it and the rest,
 so it is refused; counts of bytes on this rank include both.

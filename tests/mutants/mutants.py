@@ -1,4 +1,4 @@
-"""Planted faults: does the suite notice when one line of zshard is wrong?
+"""Planted faults: the suite must notice one wrong line of zshard.
 
 list.json has 60 of them, 20 each in C, Python and the binding, drawn by a fixed seed from the lines that
 the suite executed on the day of the draw. results.json says which run found each, and when.
@@ -11,7 +11,7 @@ the suite executed on the day of the draw. results.json says which run found eac
 
 If nothing fails with all of them planted, each alone lives. Words after `--` are pytest's.
 
-The checkout must have no changes: a planted fault is lifted by what git has. To draw anew, build with
+The checkout must have no changes: a planted fault is lifted by git. To draw again, build with
 CFLAGS=--coverage LDFLAGS=--coverage, run the suite under `coverage run` (its `patch = subprocess, _exit`), and
 
     python tests/mutants/mutants.py draw build/coverage.json build/objects-* > tests/mutants/list.json
@@ -42,7 +42,7 @@ KINDS = {  # by the folders of their files
 }
 
 
-# What a fault replaces, and by what. Each place of a line where one matches is a fault of its own.
+# The replacements that a fault makes. Each match in a line is a separate fault.
 def swaps(*pairs: tuple[str, str]) -> list[tuple[str, str]]:
     """Each text for the other."""
     both = [each for a, b in pairs for each in ((a, b), (b, a))]
@@ -62,7 +62,7 @@ OPERATORS = {
         *swaps(("&&", "||"), ("true", "false")),
         (r"\bif \((.*)\)(?= \{$)", r"if (!(\1))"),
         (r"^(\s+)[\w>.-]+\(.*\);$", r"\1;"),  # a call without its value
-        (r"^(\s+)\S[^=]* [-+|]?= .*;$", r"\1;"),  # an assignment to what is declared elsewhere
+        (r"^(\s+)\S[^=]* [-+|]?= .*;$", r"\1;"),  # an assignment to a name declared elsewhere
     ],
     ".py": [
         *BOTH,
@@ -82,7 +82,7 @@ QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 
 
 def draw(coverage: Path, objects: Path) -> list[dict[str, Any]]:
-    """Draw EACH faults of each kind: first a line, then what is wrong with it."""
+    """Draw EACH faults of each kind: first a line, then its fault."""
     executed = {**lines_of_python(coverage), **lines_of_c(objects)}
     random_ = random.Random(SEED)
     drawn = []
@@ -107,7 +107,7 @@ def draw(coverage: Path, objects: Path) -> list[dict[str, Any]]:
 def lines_of_python(report: Path) -> dict[str, list[int]]:
     """Return the executed lines of each file within functions, from `coverage json`.
 
-    What an import executes is no test's doing.
+    Lines that an import executes do not count.
     """
     found = {}
     for file, facts in json.loads(report.read_text())["files"].items():
@@ -121,7 +121,7 @@ def lines_of_python(report: Path) -> dict[str, list[int]]:
 
 
 def lines_of_c(objects: Path) -> dict[str, list[int]]:
-    """Return the executed lines of each file, from gcov's counts beside the objects."""
+    """Return the executed lines of each file, from gcov's counts next to the objects."""
     found: dict[str, list[int]] = {}
     for counts in sorted(objects.glob("*.gcda")):
         command = ["gcov", "--json-format", "--stdout", str(counts)]
@@ -144,7 +144,7 @@ def faults_of(file: Path, number: int) -> list[str]:
     faulty = []
     for pattern, replacement in OPERATORS[file.suffix]:
         for match in re.finditer(pattern, code):
-            # expanded from the real text: a mask has the places of what it hides
+            # expanded from the real text: a mask keeps the places of hidden text
             real = re.compile(pattern).match(line[: len(code)], match.start())
             new = match.expand(replacement) if real is None else real.expand(replacement)
             if "\0" not in new:
@@ -219,7 +219,7 @@ def near(file: str) -> list[str]:
 
 
 def git(*words: str) -> str:
-    """Return what a git command prints."""
+    """Return the output of a git command."""
     return subprocess.run(
         ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

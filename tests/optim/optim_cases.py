@@ -85,7 +85,7 @@ class Pair:
 
 def muon(rest=zshard.AdamW, adamw=None, **options):
     """Return a function that makes zshard.Muon of a sharded model; of a plain one torch.optim.Muon
-    for what zshard.Muon chooses, and `rest` for the other parameters."""
+    for zshard.Muon's parameters, and `rest` for the others."""
     options = {"lr": 0.05, **options}
 
     def new_optimizer(model):

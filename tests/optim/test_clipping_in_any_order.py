@@ -1,4 +1,5 @@
-"""Clipping and unscaling later is doing so at once, whatever else a script does, in any order."""
+"""Deferred clipping and unscaling equal immediate ones, no matter what else a script does, in any
+order."""
 
 import random
 
@@ -73,7 +74,7 @@ def replace(script, number):
         param.grad = param.grad * 1.25
 
 
-ACTS = {  # what a script may do, by a number
+ACTS = {  # operations of a script, by number
     "backward": backward,
     "accumulate": accumulate,
     "clip": lambda script, number: nn.utils.clip_grad_norm_(script.params, 0.05),

@@ -1,5 +1,5 @@
 """Optimizers of other libraries: updates that torch.compile compiles per parameter, kernels, and
-state in a dtype of its own.
+state in its own dtype.
 
 An elementwise one trains as on the plain model; any other is refused with a remedy for optimizers.
 """

@@ -1,6 +1,5 @@
 """Clipping and unscaling without a pass over the gradients: their squares come from the sums over
-the ranks, and the step multiplies. Whatever a script does in between must see what it would see
-without this.
+the ranks, and the step multiplies. Code in between must see the same values as without this.
 """
 
 import copy
@@ -71,7 +70,7 @@ def test_norms_from_the_sums_are_those_of_the_gradients(pool, combination):
 
 
 def reduced_norms():
-    """The norm of gradients that are equal whatever the number of ranks: these divide exactly."""
+    """The norm of gradients that are equal for any number of ranks: these divide exactly."""
     model = FSDP(nn.Linear(200, 301, bias=False))
     model(torch.ones(1, 200) * 0.37).square().sum().backward()
     return [model.clip_grad_norm_(1e9).item() for _ in range(2)]
@@ -82,7 +81,7 @@ def test_norms_do_not_depend_on_the_number_of_ranks(pool2, pool4):
     assert len({norm for each in results for norm in each}) == 1
 
 
-# --- what a script does between backward and clipping ---------------------------------------------
+# --- scripts between backward and clipping --------------------------------------------------------
 
 
 def twice(change):
@@ -166,7 +165,7 @@ def test_norms_of_some_gradients():
     is_root(again, sum(squares) - squares[1] + squares[0])
 
 
-# --- what a script does between clipping and the step ---------------------------------------------
+# --- scripts between clipping and the step --------------------------------------------------------
 
 
 def keywords(model, held):
@@ -334,7 +333,7 @@ def test_factors_of_zero_and_nan(factor):
 
 
 def is_pending(model):
-    """Whether the gradients were yet to be multiplied; now they are multiplied."""
+    """Return whether the gradients had a pending factor; now they are multiplied."""
     before = _core.bytes_passed()
     locals_of(grads_of(model))
     return _core.bytes_passed() > before
@@ -344,7 +343,7 @@ def is_pending(model):
 @on_ranks(2)
 def test_unscaling_and_clipping_pass_over_no_more_memory_than_the_step(transports):
     """The last model's; those before it have other transports, and gradients."""
-    gc.collect()  # a model that dies multiplies what is pending, which counts
+    gc.collect()  # a model that dies applies pending factors, which counts
     models = [wrapped(Stack, ("full_shard", each)) for each in transports]
     for model in models:
         backward_and_norm(model, 0)

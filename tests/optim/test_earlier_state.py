@@ -59,7 +59,7 @@ def test_state_from_before_fully_shard():
 
 
 class Several(nn.Module):
-    """Models that one optimizer steps. Each is sharded by itself."""
+    """Models that one optimizer steps. Each is sharded separately."""
 
     def __init__(self, n):
         super().__init__()
@@ -112,7 +112,7 @@ def load_into(ours, theirs):
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
 
 
-# What is done with a training, the plain one after two steps, and options of FSDP().
+# Acts on a training, the plain one after two steps, and options of FSDP().
 ACTS = {
     "load model": lambda ours, plain, settings: load_into(ours.model, plain.model),
     "load optimizer": lambda ours, plain, settings: load_into(ours.optimizer, plain.optimizer),
@@ -127,7 +127,7 @@ WAYS = {
     "stepped before": ("plain steps", "shard"),
     "loaded after": ("load model", "shard", "load optimizer"),
     "stepped after": ("shard", "steps"),
-    "wrapped again": ("shard layers", "steps", "shard"),  # and then what they are part of
+    "wrapped again": ("shard layers", "steps", "shard"),  # and then the module that contains them
     "copied": ("shard", "steps", "copy"),
 }
 

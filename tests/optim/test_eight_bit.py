@@ -1,4 +1,5 @@
-"""AdamW8bit, Adam8bit and SGD8bit: what a step computes, and which parameters have 8 bits."""
+"""AdamW8bit, Adam8bit and SGD8bit: the arithmetic of a step, and the parameters that have 8
+bits."""
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ class Reference:
         self.moments["exp_avg_sq"] = self.coded("exp_avg_sq", second)
 
     def coded(self, name, values):
-        """Return what is left of values that have been encoded at this step."""
+        """Return values after encoding at this step."""
         by_element, by_round, shift, floor, fill = self.STEPS[name]
         number = np.arange(len(values), dtype=np.uint64)
         offset = (number * by_element + (self.step - 1) * by_round) & ((1 << shift) - 1)

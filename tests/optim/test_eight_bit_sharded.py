@@ -79,10 +79,10 @@ def test_late_steps_in_backward_and_disks_do_not_change_the_bits(kind, tmp_path)
 
 
 def checksums():
-    """Return which instructions the loops use, and checksums of what the optimizers make."""
+    """Return the instructions that the loops use, and checksums of the optimizers' results."""
     sums = {}
     for kind, dtype in [*((kind, BF16) for kind in KINDS), *((k, torch.float32) for k in WHOLE)]:
-        params = make_params(dtype, [*SIZES, (3, 400)])  # blocks of 256 elements and what is left
+        params = make_params(dtype, [*SIZES, (3, 400)])  # blocks of 256 elements and the rest
         optimizer = KINDS[kind](params)
         for step in range(4):
             give_grads(params, seed=step)
@@ -201,7 +201,7 @@ def test_a_wrapper_is_saved_as_the_optimizer_in_it(combination, tmp_path):
 
 
 class AdamW4bit(torch.optim.Optimizer):
-    """Stands for torchao's, which need not be installed."""
+    """A fake of torchao's, which need not be installed."""
 
     __module__ = "torchao.optim.adam"
 

@@ -43,7 +43,7 @@ def victim(transport):
 
 STEPS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1),
-    # torch's fused optimizers get the result as a tensor, and skip by themselves.
+    # torch's fused optimizers get the result as a tensor, and skip the step internally.
     "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
 }
 

@@ -59,7 +59,7 @@ def backward(training, scale=1.0):
 
 
 def step_after(training):
-    """Do what a loop does after backward; with steps in backward nothing is left to step."""
+    """Do a loop's work after backward; with steps in backward, no step is left."""
     training.optimizer.step()
     training.optimizer.zero_grad()
 
@@ -366,7 +366,7 @@ def test_gradients_of_one_unit_at_a_time(combination):
 @pytest.mark.parametrize("combination", SHARDED)
 @on_ranks(2)
 def test_unit_called_twice_is_stepped_at_the_end(combination, forwards):
-    """Whether the last block has been stepped when backward reaches the first."""
+    """The last block is stepped before backward reaches the first if it was called once."""
     model = Scenario(DEEP, combination, in_backward("zshard.SGD")).sharded().model
     last, seen = model[-1].weight, []
     *_, loss = [loss_of(model(torch.randn(4, 64))) for _ in range(forwards)]

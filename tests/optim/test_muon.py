@@ -1,6 +1,6 @@
 """zshard.Muon against DDP with torch.optim.Muon, bit for bit, under every strategy and transport.
 
-What it shares with WholeMatrix, and its state, are in test_whole_matrix.py.
+test_whole_matrix.py has its state, and the parts that it shares with WholeMatrix.
 """
 
 import copy

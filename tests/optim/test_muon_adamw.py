@@ -202,7 +202,7 @@ NET = Case(
 )
 @on_ranks(2)
 def test_bfloat16(transport, adamw):
-    """What AdamW has updated has the bits of the same AdamW over the plain model."""
+    """AdamW's parameters have the bits of the same AdamW over the plain model."""
     optimizer = functools.partial(zshard.Muon, lr=0.0, weight_decay=0.0, adamw=adamw)
     scenario = Scenario(NET, ("full_shard", transport), optimizer)
     ours = scenario.sharded()

@@ -1,6 +1,6 @@
 """FSDP(nonfinite=): a gradient that is infinite or NaN on one rank stops or skips a step on all.
 
-Parameters, optimizer state and counters stay as they were, to the bit, and the next step is that of
+Parameters, optimizer state and counters stay bitwise the same, and the next step is that of
 a run without the bad batch.
 """
 

@@ -74,7 +74,7 @@ def test_half_precision_is_one_float_step_rounded(ours, torchs, options, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
 def test_every_instruction_set(isa):
-    """Each instruction set's loops, in a process limited to it, beside torch with the same
+    """Each instruction set's loops, in a process limited to it, compared with torch under the same
     limit."""
     tests = "test_bit_identical_to_torch or test_half_precision"
     capability = {"base": "default"}.get(isa, isa)

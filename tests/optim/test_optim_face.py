@@ -22,7 +22,7 @@ import zshard
 
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)
 def test_unusual_memory_layouts_go_to_torch(ours, torchs, options):
-    """channels_last, a strided view, a transposed gradient, complex, beside plain parameters."""
+    """channels_last, a strided view, a transposed gradient, complex, among plain parameters."""
 
     def make():
         plain = make_params(sizes=[(8, 3, 3, 3), (6, 4), (5, 7), (9,)])

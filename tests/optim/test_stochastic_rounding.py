@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 parameters: unbiased, and bit-identical wherever it is computed
+"""Stochastic rounding of bfloat16 parameters: unbiased, and bit-identical on every device and rank
 (on shards: test_eight_bit_sharded.py).
 
 Bounds on averages are 5 standard deviations for independent random bits; seeds are fixed, so a test

@@ -43,7 +43,7 @@ class Shampoo(torch.optim.Optimizer):
 
 
 class Anchored(torch.optim.Optimizer):
-    """Begins from the parameters' values, in its state and beside it, and counts steps."""
+    """Begins from the parameters' values, inside and outside of its state, and counts steps."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "step": 0})

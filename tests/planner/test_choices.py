@@ -1,4 +1,4 @@
-"""What a plan makes of offload, wire codes, frozen parameters and optimizers."""
+"""A plan's treatment of offload, wire codes, frozen parameters and optimizers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTH = 256
 
 
 class LoRA(nn.Module):
-    """A frozen matrix with two small trained ones beside it."""
+    """A frozen matrix with two small trained ones."""
 
     def __init__(self, rank=8):
         super().__init__()

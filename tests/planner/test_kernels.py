@@ -1,4 +1,5 @@
-"""What a step computes, by the trace on fake tensors: beside torch's own counts, on real models."""
+"""The computation of a step, by the trace on fake tensors: compared with torch's own counts, on
+real models."""
 
 from __future__ import annotations
 

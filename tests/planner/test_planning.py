@@ -1,4 +1,4 @@
-"""zshard.plan() and its command: what fits, what is recommended, and what is refused."""
+"""zshard.plan() and its command: ways that fit, recommendations, and refusals."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_line_is_python():
     assert 'strategy="no_shard"' in line
     calls = []
     names = {"FSDP": lambda *a, **k: calls.append((a, k)), "MixedPrecision": MixedPrecision}
-    eval(line, {**names, "torch": torch, "model": "model"})  # what a user would paste
+    eval(line, {**names, "torch": torch, "model": "model"})  # the text that a user would paste
     assert calls == [
         (("model",), {"strategy": "no_shard", "mixed_precision": MixedPrecision(torch.bfloat16)})
     ]
@@ -193,7 +193,7 @@ DECODER = ("--layers", "4", "--width", "64", "--heads", "2", "--vocab", "100", "
 TWO = ("--gpus", "2", "--gpu", "h100", "--batch", "2")
 
 
-WORDS = {  # status, what it prints
+WORDS = {  # status, output
     (*DECODER, *TWO, "--offload", "params,grads,optimizer", "--wire", "bf16"): (
         0,
         "offload=Offload(grads=True)",

@@ -63,7 +63,7 @@ QUICK = {
 
 
 def check(name: str, results: list[dict[str, Any]]) -> None:
-    """What a benchmark must have found, beyond keys."""
+    """Findings that a benchmark must have, beyond keys."""
     if name == "predictions":
         assert abs(results[0]["error"]) < 0.1  # small: 16 MiB are 8 %
     elif name == "memory":

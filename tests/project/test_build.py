@@ -1,6 +1,6 @@
-"""The build: what the extension exports and links, and what setup.py remakes when.
+"""The build: the extension's exports and links, and the files that setup.py rebuilds.
 
-What setup.py does is tried on a copy of it with a small project: three C files and a C++ file that
+The tests run a copy of setup.py with a small project: three C files and a C++ file that
 includes nothing of torch, so that a whole build takes a second.
 """
 
@@ -84,14 +84,14 @@ class Project:
         )
 
     def build(self, **env: str) -> set[str]:
-        """Builds in place; returns what was remade."""
+        """Build in place; return the rebuilt files."""
         done = self.run("setup.py", "-q", "build_ext", "--inplace", **env)
         assert done.returncode == 0, done.stdout
         made = [line.split() for line in done.stdout.splitlines()]
         return {words[-1] for words in made if words[1:2] in (["cc"], ["c++"])}
 
     def answer(self) -> str:
-        """What the built extension answers, in a process of its own."""
+        """The built extension's answer, in a separate process."""
         return self.run("-c", "import zshard._core as c; print(c.answer())").stdout.strip()
 
 
@@ -117,7 +117,8 @@ def test_only_changed_files_are_rebuilt(project: Project) -> None:
 
 
 def test_wheel_leaves_the_extension_in_the_clone(project: Project) -> None:
-    """Python finds the sources before the installed package, so a plain install builds them, too."""
+    """Python finds the sources before the installed package, so a plain install also builds
+    them."""
     done = project.run("setup.py", "-q", "bdist_wheel")
     assert done.returncode == 0, done.stdout
     assert project.answer() == "42"
@@ -170,7 +171,7 @@ def test_missing_or_old_torch_is_refused(project: Project) -> None:
 
 # --- CUDA ----------------------------------------------------------------------------------------
 
-# As nvcc where setup.py asks it something; its image says what it was told to compile.
+# A fake nvcc for setup.py's questions; its image names the sources that it compiled.
 NVCC = """#!/bin/sh
 case "$*" in
 --list-gpu-code) echo sm_75 sm_80 sm_90 ;;
@@ -213,7 +214,7 @@ static PyObject *answer"""
 
 
 def home_of(project: Project) -> dict[str, str]:
-    """Where the project's nvcc is, and the wish for its kernels."""
+    """The place of the project's nvcc, and the wish for its kernels."""
     return {"CUDA_HOME": str(project.folder / "cuda-home"), "ZSHARD_CUDA": "1"}
 
 
@@ -281,7 +282,7 @@ def test_make_maps_cuda_to_the_builds_variable(tmp_path: Path) -> None:
 
     assert "is==" in said()
     assert "is=1=" in said("CUDA=1") and "is=1=" in said(CUDA="1") and "is=0=" in said("CUDA=0")
-    assert "is==" in said(CUDA="/usr/local/cuda")  # somebody else's variable
+    assert "is==" in said(CUDA="/usr/local/cuda")  # another program's variable
     assert "CUDA must be 0 or 1, got 'yes'" in said("CUDA=yes")
 
 

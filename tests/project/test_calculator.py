@@ -147,7 +147,7 @@ def facts() -> str:
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script computes, and says of misuse."""
+    """The script's results, and its messages on misuse."""
     if NODE is None:
         pytest.skip("no Node.js: apt-get install nodejs")
     file = tmp_path_factory.mktemp("node") / "all.js"
@@ -159,7 +159,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the page shows."""
+    """The page's output."""
     if CHROMIUM is None:
         pytest.skip("no Chromium: apt-get install chromium")
     folder = tmp_path_factory.mktemp("calculator")
@@ -209,7 +209,7 @@ def planned() -> list[list[tuple[str, dict[str, int], bool, str]]]:
 
 
 def differences(found: list[Any], planned: list[Any]) -> list[str]:
-    """Return what the page says otherwise than the planner."""
+    """Return the differences between the page and the planner."""
     wrong = []
     for case, of_page, of_planner in zip(CASES, found, planned, strict=True):
         if [row[0] for row in of_page] != [row[0] for row in of_planner]:

@@ -44,7 +44,7 @@ def into_a_closed_pipe(unbuffered: bool, folder: str, *words: str) -> None:
 
 
 def of_files(folder: Path) -> str:
-    """Write what the commands read; return the folder."""
+    """Write the commands' input; return the folder."""
     zshard.save(folder / "saved", torch.nn.Linear(2, 2))
     ranges = [("zshard::forward (root)", 9, 2000, 3500)]
     Trace([RankTrace(0, "host", 9, 0, 9000, 10**18, 0, ranges)]).export(folder / "rank0.json")

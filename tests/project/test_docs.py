@@ -161,7 +161,7 @@ def test_words_of_pages() -> None:
 
 
 def torn_tables(text: str) -> list[str]:
-    """The first lines of what looks like a table but has no header."""
+    """The first lines of texts that look like a table but have no header."""
     blocks = re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.S))
     tables = [block.strip().splitlines() for block in blocks if block.lstrip().startswith("|")]
     return [rows[0] for rows in tables if not re.fullmatch(r"(\| *:?-+:? *)+\|", (*rows, "")[1])]

@@ -1,4 +1,4 @@
-"""The examples: corpus, model and reports by themselves, then whole runs as a user starts them."""
+"""The examples: corpus, model and reports separately, then full runs as a user starts them."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ def example(name: str) -> ModuleType:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small library: 64 files of text, and some that are to be skipped."""
+    """A small library: 64 files of text, and some to skip."""
     for index in range(64):
         (tmp_path / f"module_{index}.py").write_text(f"number = {index}\n" * 20)
     for name in ("test/test_x.py", "package/tests/test_y.py", "encodings/table.py", "notes.txt"):

@@ -1,7 +1,8 @@
-"""zshard.available_features() and `python -m zshard doctor`: what is found, what is said to be missing.
+"""zshard.available_features() and `python -m zshard doctor`: features that are found, and that are
+reported missing.
 
-The driver is looked for once in a process, so each case is a process of its own, with
-the stand-in for libcuda (fake_cuda.py), none, or one that is too old.
+A process looks for the driver once, so each case is a separate process, with
+the fake of libcuda (fake_cuda.py), none, or one that is too old.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def as_program(*words: str) -> None:
 
 
 def run(what: Callable[..., None], *words: str, **env: str) -> RankResult:
-    """A process of its own, which has imported zshard and looked for nothing yet."""
+    """A separate process, which has imported zshard and looked for nothing yet."""
     nothing = {"ZSHARD_CUDA_LIB": "/no/libcuda.so.1", "ZSHARD_NCCL_LIB": "/no/nccl"}
     (done,) = fork_ranks(what, 1, *words, env={**nothing, **env})
     return done
@@ -51,7 +52,7 @@ def stand_in() -> str:
 
 
 def has_kernels() -> bool:
-    """Asks this process's _core, so not at import: the ranks' parent imports this file, too."""
+    """Asks this process's _core, so not at import: the ranks' parent imports this file as well."""
     return bool(zshard._core.machine()["targets"])
 
 

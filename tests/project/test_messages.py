@@ -34,7 +34,7 @@ def raised(source: str) -> list[str]:
 
 
 def flat(text: str) -> str:
-    """Without what a table and its columns add, and without spaces and separators."""
+    """Without the additions of a table and its columns, and without spaces and separators."""
     return re.sub(r"[\s`|:;.,\\]", "", text).lower()
 
 

@@ -34,7 +34,7 @@ def parsed(command: str) -> list[dict]:
 
 
 def sides(path: Path) -> dict[str, dict]:
-    """What the last cell of a stage measured."""
+    """The measurements of a stage's last cell."""
     return json.loads(path.read_text())["results"][-1]["sides"]
 
 

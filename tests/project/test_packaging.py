@@ -1,8 +1,8 @@
-"""What pip makes of this repository: how a build without torch fails, and what a wheel needs.
+"""pip on this repository: the failure of a build without torch, the needs of a wheel.
 
 The wheel is made from a source distribution, as `python -m build` does it, with the objects of the
-last build, in place: whatever the source distribution lacks makes them out of date, and its build
-fails.
+last build, in place: a file that the source distribution lacks makes them out of date, and its
+build fails.
 """
 
 import importlib.metadata
@@ -49,7 +49,7 @@ def run(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProces
 
 
 def hook(name: str, folder: Path, *path: Path) -> subprocess.CompletedProcess[str]:
-    """Calls a hook of the backend as pip does, where nothing is installed but what is in `path`."""
+    """Call a hook of the backend as pip does, with only the packages in `path` installed."""
     folders = [str(ROOT / "tools"), *map(str, path)]
     script = f"import sys; sys.path += {folders}; import build_backend as b; print(b.{name}('.'))"
     return run(sys.executable, "-I", "-S", "-c", script, cwd=folder)
@@ -116,7 +116,7 @@ CHANGED = "the C sources in {} have changed since zshard's extension was built: 
         ({CORE: None}, False, NOT_BUILT),  # by a build before notes
         ({CORE: "2.99.0+cpu {digest}"}, True, CHANGED),
         ({CORE: "2.99.0+cpu {digest}"}, False, None),
-        ({CORE: "2.99.0+cpu"}, True, None),  # as installed: a folder csrc beside it is not ours
+        ({CORE: "2.99.0+cpu"}, True, None),  # as installed: a folder csrc next to it is not ours
         # each Python has its own torch
         ({CORE: "2.99.0+cpu {digest}", OTHERS: "2.98.0+cpu {digest}"}, False, None),
     ],
@@ -199,7 +199,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def needed_by(name: str, seen: set[str]) -> set[Path]:
-    """What a distribution, and those that it requires, have in site-packages."""
+    """Files in site-packages of a distribution, and of those that it requires."""
     seen.add(name)
     try:
         found = importlib.metadata.distribution(name)

@@ -1,6 +1,6 @@
-"""What zshard changes of torch: nothing at import, and no more than torch has.
+"""zshard's changes to torch: none at import, and only to names that torch has.
 
-Processes of their own report what they find, since in this one zshard has long changed torch.
+Separate processes report their findings, since in this one zshard has long changed torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published runs: which rows are predicted, which are left out and why, what is printed."""
+"""Published runs: the predicted rows, the rows left out and why, and the output."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_removed_name_says_what_to_use(name: str) -> None:
 
 
 def test_an_import_of_a_removed_name_warns_what_to_use() -> None:
-    """Python's ImportError has a text of its own."""
+    """Python's ImportError has its own text."""
     with pytest.warns(UserWarning, match="use zshard.export"), pytest.raises(ImportError):
         from zshard import SharedWeights  # noqa: F401
 

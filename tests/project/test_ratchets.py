@@ -1,10 +1,10 @@
-"""What should become less only falls: lines by floor and folder, names that upper floors take from the
-core, texts of errors, and what outlives a call.
+"""Counts that may only fall: lines by floor and folder, names that upper floors take from the core,
+texts of errors, and objects that outlive a call.
 
 `python tools/sizes.py` counts (and tools/ways.py which files and functions run in a call). Where a
-count is above its limit, look for what can go; where it must rise, raise the limit and say why in
-RAISED. Where it has fallen, lower the limit. Code that moves to tools, examples, docs, data files or
-csrc counts where it came from.
+count is above its limit, look for code to delete; where it must rise, raise the limit and say why
+in RAISED. Where it has fallen, lower the limit. Code that moves to tools, examples, docs, data
+files or csrc counts where it came from.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "core: state": (1_279, 1_841),
     "core: units": (748, 1_233),
     "core: wrap": (979, 1_455),
-    "extras": (6_979, 10_121),
+    "extras": (6_977, 10_119),
     "extras: __main__": (54, 76),
     "extras: extras/__init__": (0, 3),
     "extras: extras/any_world": (167, 239),
     "extras: extras/averages": (317, 461),
-    "extras: extras/checkpoint_cli": (241, 280),
+    "extras: extras/checkpoint_cli": (239, 278),
     "extras: extras/checks": (309, 440),
     "extras: extras/data_position": (152, 246),
     "extras: extras/doctor": (114, 169),
@@ -75,7 +75,7 @@ COUNTS = {  # exactly
     "text_lines": 2_482,
     "weak_dictionaries": 7,
 }
-C_LINES = 43_857
+C_LINES = 43_841
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "core: optim": "an optimizer's state once its model was freed: 6 lines",

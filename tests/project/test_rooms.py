@@ -1,11 +1,12 @@
-"""The package's folders stand on each other in one order, on three floors: no import runs upwards.
+"""The package's folders have one order, on three floors: no import runs upwards.
 
-The core has an order: each folder, and each module beside them, has a place in CORE; what it imports
-stands before it, or in the same folder. An integration or extra imports zshard.api and its own
-folder; what else it imports is listed. Imports within functions and for type checkers count as well.
+The core has an order: each folder, and each module outside of them, has a place in CORE; its
+imports come before it, or from the same folder. An integration or extra imports zshard.api and its
+own folder; other imports are listed. Imports within functions and for type checkers count as
+well.
 
 The core imports no third party but torch, names no library that an integration is for, and names
-what is above it in upper.py alone; an integration has a module of its own name.
+upper floors in upper.py alone; an integration has its own module name.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ CORE = [
     *("fsdp", "api"),
 ]
 FLOORS = ("integrations", "extras")
-# The public names of what is on them.
+# The public names of their modules.
 NAMES = ("compat", "lightning", "accelerate", "transformers", "deepspeed", "planner")
-ACROSS = {  # what an integration or extra imports of others
+ACROSS = {  # imports of an integration or extra from others
     "integrations/compat": "model",  # whose torch_classes has the names of torch's classes
     "integrations/deepspeed": "extras/per_host",
     "integrations/peft": "integrations/transformers",
@@ -67,7 +68,7 @@ MOST_LINES = 450  # of a file
 
 
 def imported_by(tree: ast.AST) -> set[str]:
-    """What a module imports of zshard: modules, or names in them, with dots."""
+    """A module's imports from zshard: modules, or names in them, with dots."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -80,7 +81,8 @@ def imported_by(tree: ast.AST) -> set[str]:
 
 
 def room_of(parts: Sequence[str]) -> str:
-    """The folder, or module beside folders, that a path below zshard lies in: "extras/planner"."""
+    """The folder, or module outside of folders, that a path below zshard lies in:
+    "extras/planner"."""
     return "/".join(parts[: 2 if parts[0] in FLOORS else 1])
 
 
@@ -191,7 +193,7 @@ def test_each_folder_states_its_purpose():
 
 
 def types_in(tree: ast.Module) -> Iterator[str]:
-    """The names of a module's classes, and of what it calls a type: `Path = tuple[str, ...]`."""
+    """The names of a module's classes and type aliases: `Path = tuple[str, ...]`."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield node.name
@@ -203,7 +205,7 @@ def types_in(tree: ast.Module) -> Iterator[str]:
 
 
 def of_one_name(things: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """What is in several places, of (name, place)."""
+    """Names in several places, of (name, place)."""
     places: dict[str, list[str]] = {}
     for name, place in things:
         places.setdefault(name.lstrip("_"), []).append(place)

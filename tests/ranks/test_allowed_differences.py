@@ -175,7 +175,7 @@ def test_optimizers_of_ignored_parameters_may_differ(combination):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_each_rank_may_have_an_expert(transport):
-    """Which it steps independently, with its own rate."""
+    """Each rank steps its expert independently, with its own rate."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     shared = built(("full_shard", transport))

@@ -172,7 +172,7 @@ def test_swapped_weights_on_all_ranks(combination, by_hand):
 @pytest.mark.parametrize("combination", SHARDED)
 @on_ranks(2)
 def test_ranks_in_different_modes(combination):
-    """Rank 0 has forgotten model.train(), and the script has a collective of its own between
+    """Rank 0 has forgotten model.train(), and the script has its own collective between
     forward and backward."""
     model, optimizer = model_of(combination)
     plain = Plain()
@@ -252,8 +252,8 @@ def test_extra_evaluation_with_swapped_weights(combination, between):
 @pytest.mark.parametrize("combination", OVER_SHM)
 @on_ranks(2)
 def test_swapped_weights_on_one_rank(combination):
-    """Only rank 0 has swapped weights; the others continue to train with theirs. A load repairs
-    what was written."""
+    """Only rank 0 has swapped weights; the others continue to train with theirs. A load repairs the
+    writes."""
     model, optimizer = model_of(combination)
     state = whole(model)
     if dist.get_rank() == 0:

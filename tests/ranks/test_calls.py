@@ -1,8 +1,9 @@
-"""One rank alone in a collective call, or ranks in different ones: an error that names what each was
-in, and the remedy, never another call's bytes.
+"""One rank alone in a collective call, or ranks in different ones: an error that names each rank's
+call and the remedy, never another call's bytes.
 
-On both transports, whatever the other ranks do meanwhile: another call to zshard, training, or a
-collective of the script's own, which zshard does not see; failures within a call, and two threads.
+On both transports, no matter what the other ranks run meanwhile: another call to zshard, training,
+or a collective of the script's own, which zshard does not see; failures within a call, and two
+threads.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def backward(model, number):
     loss_of(model(floats(number))).backward()
 
 
-CALLS = {  # of (model, optimizer, folder), and what an error names
+CALLS = {  # of (model, optimizer, folder), and its name in an error
     "a forward": (lambda model, *_: model(floats(0)), "torch.no_grad()"),
     "an evaluation": (torch.no_grad()(lambda model, *_: model(floats(0))), "all-gathering param"),
     "state_dict()": (lambda model, *_: model.state_dict(), "state_dict()"),

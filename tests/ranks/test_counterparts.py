@@ -22,8 +22,8 @@ SOON = 60.0
 
 
 def admitted(*talks):
-    """Return who is admitted when these talk in turn, each a list of what one sends, before the
-    peer, who does so byte by byte. A stray's message is followed by a reset if it is None."""
+    """Return who is admitted if these connect in turn, each a list of its messages, before the
+    peer, which sends byte by byte. A stray's message is followed by a reset if it is None."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         made = [stack.enter_context(socket.create_connection(server.getsockname())) for _ in talks]

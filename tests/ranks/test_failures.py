@@ -39,7 +39,7 @@ PLANTED = "planted at step 2"
 
 @dataclass(frozen=True)
 class End:
-    """How a rank's loop ended: the exception's type, or "" if none, and seconds since the
+    """The end of a rank's loop: the exception's type, or "" if none, and seconds since the
     failure."""
 
     kind: str
@@ -48,7 +48,7 @@ class End:
 
 
 class Misdeed:
-    """What the last rank does, and when; on the other ranks it never happens."""
+    """The last rank's failure, and its time; on the other ranks it never happens."""
 
     def __init__(self, deed, place, folder):
         self.deed, self.place, self.folder = deed, place, Path(folder)
@@ -77,7 +77,7 @@ class Misdeed:
         return End(type(error).__name__ if error else "", str(error or ""), since)
 
     def end_of(self, loop):
-        """Run `loop()` and return its `End`, unless it raises what was planted."""
+        """Run `loop()` and return its `End`, unless it raises the planted error."""
         try:
             loop()
         except Exception as error:
@@ -142,7 +142,7 @@ def train(deed, place, folder, transport, timeout=60.0, strategy="full_shard"):
 
 
 def check_survivors(results, kinds, *words, within=5.0):
-    """Check that all ranks but the last ended by themselves with an error of `kinds` that contains
+    """Check that all ranks but the last ended on their own with an error of `kinds` that contains
     `words`, or that names another of them, which had already ended with such an error."""
     survivors = {f"see the output of rank {result.rank} for the cause" for result in results[:-1]}
     for result in results[:-1]:

@@ -1,5 +1,5 @@
-"""Which transport a model on GPUs has, with fakes of CUDA's driver and libnccl: NCCL, or c10d where
-ranks share a GPU. tests/gpu has what they do."""
+"""The transport of a model on GPUs, with fakes of CUDA's driver and libnccl: NCCL, or c10d if ranks
+share a GPU. tests/gpu tests these transports."""
 
 from __future__ import annotations
 

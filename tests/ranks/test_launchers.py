@@ -1,11 +1,11 @@
-"""A script's start and its end: ranks without a process group do not silently train alone, and what a
-script still holds when it ends dies without a word.
+"""A script's start and its end: ranks without a process group do not silently train alone, and
+objects that a script still holds at its end are freed without output.
 
 SLURM and MPI publish the number of processes, and so does a process group that is created after
 FSDP(...); mp.spawn publishes nothing. A script that was started without torchrun prints a line.
 
-At the end Python empties the modules that were imported last first: what the script's own module
-holds dies after zshard's modules have been emptied.
+At the end Python empties the modules that were imported last first: objects of the script's own
+module are freed after zshard's modules have been emptied.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_single_task_trains_alone(
 def printed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[[], str]]:
-    """Give the function for what was printed, in a process that has not printed it yet."""
+    """Return a function for the output so far, in a process that has not printed it yet."""
     groups._say_alone.cache_clear()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

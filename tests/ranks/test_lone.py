@@ -1,6 +1,7 @@
-"""What scripts for DDP do on rank 0 alone: evaluate, save the model and the optimizer, read values.
+"""Scripts for DDP act on rank 0 alone: they evaluate, save the model and the optimizer, read
+values.
 
-Over shm none of it needs the other ranks, wherever their scripts are: in torch's own barrier,
+Over shm none of it needs the other ranks, in any state of their scripts: in torch's own barrier,
 asleep, or training. Each step is compared with a plain model that has seen the same batches.
 """
 
@@ -344,7 +345,7 @@ def test_rank_0_reads_after_a_step_that_raised(combination, where):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_require_backward_grad_sync(combination):
-    """Which nanoGPT sets in place of no_sync()."""
+    """nanoGPT sets this in place of no_sync()."""
     model, plain = built(combination), Plain()
     for i in range(3):
         model.require_backward_grad_sync = i == 2

@@ -1,6 +1,6 @@
 """Limits that many ranks reach, and sandboxes that deny what shm needs.
 
-Whatever one rank lacks, all ranks get the same result at once: shm, one warning and c10d, or an
+If one rank lacks something, all ranks get the same result at once: shm, one warning and c10d, or an
 error that names the rank, the limit and the numbers. Then training and saving work. What containers
 and old kernels deny, a seccomp filter answers here, which a forked rank installs for good.
 """
@@ -159,7 +159,7 @@ def test_ranks_without_privileges_connect(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     else:
         needs = _core.Comm.shm_needs(10)
-        # Saving has a transport of its own, and files; other code may open one for a moment.
+        # A save has its own transport, and files; other code may open one for a moment.
         limit_files(needs["meeting"] + needs["descriptors"] + 6)
     drop_capabilities()
     made, texts = warned(lambda: wrap_train_save(tmp_path, "shm"))

@@ -49,7 +49,7 @@ def test_action_of_one_rank_is_an_error_on_all(combination, what):
         model.load_state_dict(saved if dist.get_rank() == 0 else make(Stack, 7).state_dict())
     elif what == "fail in a step":
         fail_a_step(optimizer, optimizer.register_step_pre_hook)
-    elif what == "and after it":  # zshard does not learn what it has written
+    elif what == "and after it":  # zshard does not see its writes
         fail_a_step(optimizer, optimizer.register_step_post_hook)
     elif dist.get_rank() == 0:
         model.load_state_dict(saved)
@@ -123,7 +123,7 @@ def test_failure_of_another_model_is_quoted_only_if_it_may_be_why(transport, fai
     assert "rank 0's last was mul_() on 'head.weight'; rank 1 made none" in text
 
 
-# --- what is trained ------------------------------------------------------------------------------
+# --- models and training --------------------------------------------------------------------------
 
 
 def layers() -> Any:

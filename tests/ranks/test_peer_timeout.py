@@ -1,7 +1,7 @@
 """PeerTimeoutError is a TimeoutError, and so an OSError: it must not be mistaken for one.
 
 Much of zshard catches OSError, for files; waits for ranks must not be inside such code, and their
-errors must reach the script unchanged. Each model has a timeout of its own.
+errors must reach the script unchanged. Each model has its own timeout.
 """
 
 from __future__ import annotations

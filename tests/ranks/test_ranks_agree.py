@@ -2,7 +2,7 @@
 
 One rank does something alone after a step that all have made; the next round, a checkpoint or the
 end of the process reports it on all ranks. test_out_of_step.py has loads and failed steps,
-test_allowed_differences.py what is no error.
+test_allowed_differences.py allowed differences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zshard
 
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 FEW = [("full_shard", "shm"), ("no_shard", "shm"), ("zero1", "c10d")]
-"""Where what is compared does not hang on the combination, which the tests of one change show."""
+"""For checks that do not depend on the combination, as the tests of one change show."""
 STEPS = 3
 
 
@@ -46,7 +46,7 @@ def check_equal(state, tolerance=0.0):
 
 # --- one rank alone -------------------------------------------------------------------------------
 
-# What rank 1 does to (the optimizer, its settings, the parameters).
+# Rank 1's changes to (the optimizer, its settings, the parameters).
 SETTINGS = {
     "lr": lambda _, group, params: group.update(lr=5e-4),
     "lr, a little": lambda _, group, params: group.update(lr=group["lr"] * (1 + 3e-6)),
@@ -91,7 +91,7 @@ def cases(changes, combinations, everywhere):
 
 
 def check_rank_1_alone(combination, what):
-    """A round detects what rank 1 has done; then all load, and continue."""
+    """A round detects rank 1's change; then all load, and continue."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)

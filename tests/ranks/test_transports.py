@@ -100,7 +100,7 @@ def norm_on(group: Any, transport: str = "c10d") -> float:
 
 
 def norm_on_a_pair(*others: list[int]) -> "float | None":
-    """Return the norm on ranks 0 and 1, which may be in other groups, too; None on other ranks."""
+    """Return the norm on ranks 0 and 1, which may also be in other groups; None on other ranks."""
     with passing_groups():
         pair = dist.new_group([0, 1], timeout=PATIENCE)
         for each in others:

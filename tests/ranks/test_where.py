@@ -1,6 +1,6 @@
 """An error of ranks that wait or diverged ends with a line for each rank: where its script is.
 
-A rank that hangs is named too, wherever it hangs; and nothing is looked up while nothing fails.
+A rank that hangs is also named, at any place; and nothing is looked up while nothing fails.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def line_in(file: str) -> str:
     lines: list[str] = []
     code = compile("\nhere()", file, "exec")
     exec(code, {"here": lambda: lines.append(where._line_of(sys._getframe(1)))})
-    return lines[0].partition(", ")[0]  # without what this process has trained
+    return lines[0].partition(", ")[0]  # without this process's earlier training
 
 
 def test_any_file_name_is_shown() -> None:

@@ -2,7 +2,7 @@
 arithmetic in torch (tests/lib/wires.py).
 
 Shards stay exact, and forward and backward compute with a function of them: so a plain model of
-rounded parameters is bit-identical, on all ranks, whatever happens in between.
+rounded parameters is bit-identical, on all ranks, no matter what happens in between.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def test_unsupported_cases_are_refused():
 
 @on_ranks(2)
 def test_nothing_is_encoded_on_one_host():
-    model = wrap(None, transport="shm")  # "auto" is what the group's first model took
+    model = wrap(None, transport="shm")  # "auto" is the choice of the group's first model
     grads = reduced(model, gradient(dist.get_rank()))
     assert "wire='bf16' has no effect" in model.summary()
     assert_same(grads, (gradient(0) + gradient(1)) / 2, "the gradients")
@@ -214,7 +214,7 @@ LOW = zshard.MixedPrecision(torch.bfloat16)
 
 
 def check_values(*sizes, dtype=torch.float32, **options):
-    """Check the parameters of a forward, the shards, and what a script may read."""
+    """Check the parameters of a forward, the shards, and the values that a script may read."""
     options = {"auto_wrap_policy": None, "timeout": 60, "wire": ROUNDED, **options}
     exact = weights().to(dtype)
     low = exact.bfloat16() if "mixed_precision" in options else exact

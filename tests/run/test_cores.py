@@ -179,7 +179,7 @@ def test_lists() -> None:
     assert {text: parse_list(text) for text in lists} == lists
 
 
-BF16 = {  # the CPU's flags, and what the doctor says
+BF16 = {  # the CPU's flags, and the doctor's answer
     "flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n": "amx_bf16",
     "flags\t\t: fpu avx512f avx512_bf16\n": "avx512_bf16",
     "Features\t: fp asimd sve bf16\n": "bf16",

@@ -31,7 +31,7 @@ Done = subprocess.CompletedProcess[str]
 # --- refusals ---------------------------------------------------------------------------------------
 
 
-REFUSED = {  # options, and what is said
+REFUSED = {  # options, and the message
     "-n 0 train.py": "-n must be at least 1, got 0",
     "-n two train.py": "-n must be a number, 'auto', 'gpu' or 'cpu': Unsupported",
     "--bind cores train.py": "invalid choice: 'cores' (choose from",
@@ -63,7 +63,7 @@ def given(
 ) -> Callable[..., tuple]:
     """Return (torchrun's arguments, its OMP_NUM_THREADS, the output) for a command line.
 
-    The arguments have the token, too, and the process of the run's keeper, if it answers."""
+    The arguments have the token as well, and the process of the run's keeper, if it answers."""
     for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", client.VARIABLE, "PET_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
     runs: list = []

@@ -1,5 +1,5 @@
 """Readers and writers of a model's values, by name: functions of a Case, whose results are compared
-with those of a plain model. Each is what a script writes for the sharded model, and for the plain one.
+with those of a plain model. Each is a script's code for the sharded model, and for the plain one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""zshard.export(): the plain model's tensors, under every strategy and transport, bit by bit; how a
-loop may end; what is refused."""
+"""zshard.export(): the plain model's tensors, under every strategy and transport, bit by bit; ends
+of a loop; refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def built(combination=("full_shard", "shm"), **options):
 
 
 def full(model):
-    """What a plain model's export must have."""
+    """The expected export of a plain model."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     del state["head.weight"]  # the second name of a tied weight
     return state

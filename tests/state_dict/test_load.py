@@ -28,7 +28,7 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def load_from_rank_0(model, state, **options):
-    """Load what rank 0 alone passes."""
+    """Load values that rank 0 alone passes."""
     own = state if dist.get_rank() == 0 else None
     return zshard.load_state_dict(model, own, from_rank0=True, **options)
 
@@ -157,7 +157,7 @@ def of_head(name, change):
     return lambda state: state.update({f"head.{name}": change(state[f"head.{name}"])})
 
 
-WRONG = {  # what is done to rank 0's state, by the words of the error
+WRONG = {  # changes to rank 0's state, by the words of the error
     RuntimeError: {
         'Missing key(s) in state_dict: "head.bias"': lambda state: state.pop("head.bias"),
         'Unexpected key(s) in state_dict: "more"': lambda state: state.update(more=torch.ones(3)),

@@ -1,4 +1,4 @@
-"""Writes to what state_dict() has returned: they count under DDP; of sharded parameters they are
+"""Writes to the result of state_dict(): they count under DDP; of sharded parameters they are
 lost, and one warning per model says so."""
 
 from __future__ import annotations

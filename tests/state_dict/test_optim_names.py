@@ -1,7 +1,7 @@
 """An optimizer's state by parameter name: zshard.optim_state_dict, and FSDP1's functions.
 
 The state by name equals that of torch.distributed.checkpoint for the plain model. With rank0_only
-and from_rank0 only one rank has it, and the others hold one tensor at a time.
+and from_rank0 only one rank has the state, and the others hold one tensor at a time.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_mismatches_without_peers():
 
 
 OF_NONE = "a key of no parameter"  # over shm, rank 0 reads the state
-DIVERGES = {  # what rank 1 does to its state of a parameter
+DIVERGES = {  # rank 1's change to its state of a parameter
     "missing": lambda optimizer, param: optimizer.state.pop(param),
     "another key": lambda optimizer, param: optimizer.state[param].update(more=3),
     "dtype": lambda optimizer, param: optimizer.state[param].update(

@@ -1,6 +1,6 @@
 """Every reader and writer of a model's values, in every state that the model can be in.
 
-Each cell is what a plain model gives, also after the state has ended, or an error that says when to
+Each cell is a plain model's result, also after the state has ended, or an error that says when to
 call instead. TABLE lists the errors; everything else is right.
 """
 
@@ -158,7 +158,7 @@ STATES = [
     *(within_no_sync, in_inference_mode),
 ]
 WITHIN_A_PASS = (before_forward, in_forward, in_backward, after_accumulation)
-"""Where a plain model may not be written to or called."""
+"""States in which a plain model may not be written to or called."""
 WITHIN_A_STEP = (before_step, after_step)
 
 GRADIENTS = {"gradients", "norms_of_gradients", "named_gradients", "summon_with_gradients"}
@@ -185,7 +185,7 @@ TABLE = {
     "swapped": {*LOADS, *AVERAGES, "save_all", "step"},
     "within_no_sync": {"clip", "unscale", "norms_of_gradients", "step"},
 }
-"""What is refused of sharded parameters, by state; everything else is right."""
+"""Calls that are refused for sharded parameters, by state; all others are right."""
 MAY = {
     "before_step": ALL,  # over shm, where peers read the memory that is written
     "after_step": ALL,
@@ -223,8 +223,8 @@ def any_rank(found):
 
 
 def outcome(case, reader, state):
-    """Return the tensors that the reader gives in the state, if any, what the model has after it, and
-    errors. Without a reader, there is the state alone."""
+    """Return the reader's tensors in the state, if any, the model's values after it, and errors.
+    Without a reader, there is the state alone."""
     case.reader, found, said = reader, [None, None], []
 
     def act():

@@ -172,7 +172,7 @@ def test_patched_methods_get_full_tensors():
 
 
 class OwnLoad(nn.Linear):
-    """A load_state_dict of its own, with fewer arguments."""
+    """Its own load_state_dict, with fewer arguments."""
 
     def load_state_dict(self, state_dict, strict=True):
         return super().load_state_dict({k.removeprefix("own."): v for k, v in state_dict.items()})

@@ -145,7 +145,7 @@ def test_a_closure_may_evaluate_and_be_called_twice(combination):
 
 
 class OfABase(torch.optim.SGD):
-    """Its step() is its base class's, which torch hooks too once that has an instance of its own."""
+    """Its step() is its base class's, which torch also hooks once that has its own instance."""
 
     fails = False
 
@@ -231,7 +231,7 @@ def test_a_closure_that_is_not_called_is_an_error_or_does_no_harm(combination):
 
 
 class StepsWithItsOwn(WithoutOptions):
-    """It gives another optimizer, or its base class, a closure of its own."""
+    """It gives another optimizer, or its base class, its own closure."""
 
     def __init__(self, params):
         params = list(params)
@@ -313,7 +313,7 @@ def test_a_load_hook_may_load_another_optimizer(combination, fails, tmp_path):
 @pytest.mark.parametrize("meets", [True, False])
 @on_ranks(2)
 def test_a_lone_read_of_replaced_state_is_right_or_an_error(meets):
-    """Rank 0 reads alone what all ranks have replaced."""
+    """Rank 0 reads alone the state that all ranks have replaced."""
     model, optimizer = stepped(SHM)
     dist.barrier()
     for state in optimizer.state.values():
@@ -391,7 +391,7 @@ def test_steps_within_steps_of_other_models(transport):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_an_inner_model_over_other_ranks_keeps_its_context(transport):
-    """What one context holds of the inner model, whose ranks are not the outer one's."""
+    """One context holds all of the inner model, whose ranks are not the outer one's."""
     inner = zshard.FSDP(make(Stack), transport=transport, auto_wrap_policy={torch.nn.Linear})
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     outer = zshard.FSDP(torch.nn.Sequential(inner), process_group=alone)

@@ -1,7 +1,7 @@
-"""LightningModules for trainers' tests, and how their ranks start.
+"""LightningModules for trainers' tests, and the start of their ranks.
 
-Each run records what a user could see (losses, logged values, full weights), so that a test can
-compare it with the same run of Lightning's own DDP.
+Each run records everything that a user could see (losses, logged values, full weights), so that a
+test can compare it with the same run of Lightning's own DDP.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Loose(Net):
 
 
 class OwnNames(Net):
-    """A Net that has FSDP's names itself, for what a strategy must not read."""
+    """A Net that has FSDP's names, as values that a strategy must not read."""
 
 
 refuse(OwnNames)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-USED = {  # what is used, as transformers and TRL import their parts late
+USED = {  # the parts in use, as transformers and TRL import them late
     "accelerate": ("Accelerator",),
     "transformers": ("Trainer", "LlamaForCausalLM", "BertForSequenceClassification"),
     "peft": ("LoraConfig",),

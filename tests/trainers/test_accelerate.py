@@ -75,7 +75,7 @@ def test_training_matches_ddp(kind, strategy):
 
 
 class OwnNames(nn.Module):
-    """Has FSDP's names itself: one as a child, the others for what an adapter must not read."""
+    """Has FSDP's names: one as a child, the others as values that an adapter must not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ def test_dynamo_backend_compiles_the_sharded_model():
 
 @on_ranks(2)
 def test_join_uneven_inputs_has_no_effect():
-    """As under Accelerate's own ways to shard: samples are repeated, so that ranks have as many."""
+    """As under Accelerate's own ways to shard: samples are repeated, so that all ranks have the
+    same number."""
     run = Run(size=12)
     counts = []
     warned = pytest.warns(UserWarning, match=r"no effect .* FSDP\.join\(model, dataloader\)")
@@ -318,7 +319,7 @@ print(f"trained under {accelerator.distributed_type.value}\\n", end="")
 """
 
 
-LAUNCHES = {  # `accelerate launch --cpu` starts one process, whatever --num_processes is
+LAUNCHES = {  # `accelerate launch --cpu` starts one process for any --num_processes
     "accelerate launch": (["accelerate.commands.launch", "--cpu"], "NO", 1),
     "torchrun": (["torch.distributed.run", "--standalone", "--nproc-per-node=2"], "MULTI_CPU", 2),
 }

@@ -52,7 +52,7 @@ def run_on_own_disk(**arguments: Any) -> Run:
 
 
 def resume_on_own_disks(root: str) -> tuple[bool, set[str]]:
-    """Return whether the run of ranks on hosts of their own resumes, and this host's files."""
+    """Return whether the run of ranks on their own hosts resumes, and this host's files."""
     folder = Path(root, os.environ["RANK"])
     first = run_on_own_disk(shuffle=False)
     first.epoch()
@@ -74,8 +74,8 @@ def test_hosts_without_a_shared_disk_resume(tmp_path: Path) -> None:
 
 
 def resume_with_new_host(root: str, new: int, collects: bool) -> tuple[str, bool]:
-    """Return the error of load_state, and whether it has loaded what was saved. The folder of rank
-    `new` has only what Accelerate itself saved, and with `collects` the parts from the others."""
+    """Return the error of load_state, and whether it has loaded the saved values. The folder of
+    rank `new` has only Accelerate's own files, and with `collects` the parts from the others."""
     run, rank = run_on_own_disk(), os.environ["RANK"]
     if rank == str(new):
         shutil.copytree(f"{root}/0", f"{root}/{rank}", ignore=lambda *_: ["zshard_model"])

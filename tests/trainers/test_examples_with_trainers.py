@@ -17,7 +17,7 @@ NEEDS["resnet_lightning"] = "lightning"
 
 
 def quick(name: str, folder: Path, strategy: str, *flags: str) -> dict[str, Any]:
-    """What an example writes as JSON in its short form."""
+    """The JSON of an example in its short form."""
     answer = folder / f"{strategy}.json"
     given = ["--quick", "--strategy", strategy, "--json", str(answer), *flags]
     fork_trainers(EXAMPLES / f"{name}.py", *given)

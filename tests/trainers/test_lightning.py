@@ -1,7 +1,8 @@
 """Lightning's Trainer with strategy="zshard" trains as with its own strategy="ddp".
 
-Ranks train with each of the two strategies, and compare what a user could see: losses, logged
-values, weights, checkpoints. They are bit-identical, except for the norm for gradient clipping.
+Ranks train with each of the two strategies, and compare everything that a user could see: losses,
+logged values, weights, checkpoints. They are bit-identical, except for the norm for gradient
+clipping.
 """
 
 from __future__ import annotations
@@ -316,7 +317,7 @@ def test_checkpoints_load_into_a_plain_module(saved: Path) -> None:
 
 
 class SaveAlone(Callback):
-    """Rank 0 saves the module's weights by itself."""
+    """Rank 0 alone saves the module's weights."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -361,7 +362,7 @@ if __name__ == "__main__":
 
 
 def launched(folder: Path, model: str = "Net", devices: int = 2) -> Any:
-    """Run a script that starts its ranks itself; return (returncode, stderr, what it saved)."""
+    """Run a script that starts its ranks; return (returncode, stderr, the saved values)."""
     here, out = Path(__file__).parent, folder / "out.pt"
     folders = [str(here), str(here.parent / "lib")]
     script = SCRIPT.format(folders=folders, model=model, devices=devices, out=str(out))

@@ -1,6 +1,6 @@
 """zshard under PEFT: adapters of a sharded model train, are saved in full, load and merge.
 
-A small trainable part beside a large frozen one, in the same units. Each test runs the real
+A small trainable part and a large frozen one are in the same units. Each test runs the real
 packages on two ranks and compares with DDP, or with PEFT in one process.
 """
 

@@ -258,7 +258,7 @@ def test_save_model_is_for_from_pretrained(tmp_path, transport):
 
 @on_ranks(2)
 def test_evaluation_shards_the_model(tmp_path):
-    """An evaluation before training shards the model, too; losses are the same as without it."""
+    """An evaluation before training also shards the model; losses are the same as without it."""
     first, plain = (make(tmp_path, each, max_steps=3) for each in ("full_shard", None))
     assert first.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     assert isinstance(first.model, FSDP)

@@ -87,7 +87,7 @@ def test_gradient_checkpointing_is_bit_identical_to_ddp(name, reentrant):
 
 
 def dropping(model):
-    """Dropout and skipped layers, drawn anew by each rank."""
+    """Dropout and skipped layers, drawn separately by each rank."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.3
@@ -127,14 +127,14 @@ def check_generation(name, combination, how, lone):
         prompt = ARCHITECTURES[name].batch(9 + round_, rank)["input_ids"][:, :length]
         options = {"max_new_tokens": new, "min_new_tokens": new, **how}
         theirs = plain.eval().generate(prompt, **options)
-        if round_ == 2:  # one that ends by itself, on rank 0 at its first token
+        if round_ == 2:  # one that ends on its own, on rank 0 at its first token
             options |= {"min_new_tokens": 1, "eos_token_id": int(theirs[0, 2 * rank - new])}
             theirs = plain.generate(prompt, **options)
         if rank == 0 or not lone:
             assert_same(model.eval().generate(prompt, **options), theirs, f"tokens {round_}")
         if lone:
             dist.barrier()
-    train(model, name)  # and training goes on
+    train(model, name)  # and training continues
 
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])

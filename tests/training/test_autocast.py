@@ -1,7 +1,7 @@
 """torch.autocast around several passes: each gather has its own casts.
 
 Autocast keeps its casts of parameters until its context ends. The reference is a plain model that
-drops them before each forward: equal to the bit where each forward has its own backward. At any
+drops them before each forward: bit-identical where each forward has its own backward. At any
 time only one unit's casts are alive.
 """
 
@@ -35,7 +35,7 @@ def on(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled)
 
 
-# --- what a script does within one context --------------------------------------------------------
+# --- passes within one context --------------------------------------------------------------------
 
 
 def inference_first(model, rank):

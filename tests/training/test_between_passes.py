@@ -144,7 +144,7 @@ HOW = {
 
 
 class KeptGrads:
-    """Gradients of some parameters that a script keeps, and what they were."""
+    """Gradients of some parameters that a script keeps, and their values."""
 
     def __init__(self, params, how):
         self.grads = [HOW[how](param.grad) for param in params]
@@ -249,7 +249,7 @@ def test_summon_without_writeback_between_forward_and_backward():
 @on_ranks(2)
 def test_hooks_on_reduced_gradients_are_guarded():
     """A norm of a reduced gradient is refused in post-accumulate hooks, unless it is not sharded.
-    What a hook raises is raised, though there are hooks of other units; none runs after it."""
+    A hook's exception is raised, though there are hooks of other units; none runs after it."""
     for combination in COMBINATIONS:
         model, ran = sharded_model(combination), []
 
@@ -309,7 +309,7 @@ def test_shape_error_names_unit_and_parameters():
     assert "unit '0', with parameters 0.weight (40, 40), 0.bias (40,)" in note
 
 
-# --- the memory of gradients: what it held before, and none being left ----------------------------
+# --- the memory of gradients: its earlier contents, and none being left ---------------------------
 
 SIZES = {"a": 40, "b": 40, "c": 1000}  # no multiples of the layout's alignment
 
@@ -346,7 +346,7 @@ def test_norms_do_not_see_what_memory_held_before(transport, value):
     check_norm("abc")  # from now on, sums take squares
     renew()
     used = ""
-    for names in ("a", "b", "ab", "abc", "c"):  # each adds to what earlier ones have left
+    for names in ("a", "b", "ab", "abc", "c"):  # each adds to the results of earlier ones
         model(names).backward()
         used += names
         check_norm(used)
@@ -433,7 +433,7 @@ class LimitsMemory(torch.autograd.Function):
 )
 @on_ranks(2, fresh=True)
 def test_training_continues_after_a_sum_without_memory(transport, strategy, everywhere):
-    """Under no_shard all ranks lack what one cannot sum."""
+    """Under no_shard, all ranks lack a sum that one cannot make."""
     dist.init_process_group("gloo")
     LimitsMemory.on = everywhere or dist.get_rank() == 1
     lacks = LimitsMemory.on or strategy == "no_shard"

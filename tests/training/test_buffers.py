@@ -30,7 +30,7 @@ from zshard.precision import map_tensors
 
 
 def replacing():
-    """A model with a running mean by assignment, beside a batch norm."""
+    """A model with a running mean by assignment, and a batch norm."""
 
     def forward(model, x):
         x = model.first(x)
@@ -156,7 +156,7 @@ class Frozen:
 
 
 class Dict(dict):
-    """A subclass with a constructor of its own, and attributes."""
+    """A subclass with its own constructor, and attributes."""
 
     def __init__(self, owner):
         super().__init__()

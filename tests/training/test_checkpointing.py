@@ -1,4 +1,4 @@
-"""Activation checkpointing in all the places where models have it: the gradients stay the same.
+"""Activation checkpointing in all the places where models use it: the gradients stay the same.
 
 A way is a forward that recomputes some stretch of a model; whichever it is, and of
 either kind (reentrant or not), the gradients have to be those of the plain model.
@@ -46,8 +46,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-# What a reentrant checkpoint recomputes has a backward of its own. A weight with uses in several of
-# them has several gradients, each reduced by itself, where the plain model adds them up first.
+# The recomputation of a reentrant checkpoint has its own backward. A weight with uses in several of
+# them has several gradients, each reduced separately, while the plain model adds them up first.
 TWICE = (
     units_twice,
     units_thrice,
@@ -80,7 +80,7 @@ def test_gradients_of_several_passes(way, run, reentrant):
 
 # --- checkpoints by the script, and torch's other ways to ask for them ----------------------------
 
-Plain = functools.partial(Stack, within_units, None)  # recomputes nothing by itself
+Plain = functools.partial(Stack, within_units, None)  # without checkpoints inside
 
 
 def around_the_model_and_the_loss(reentrant, model, rank):
@@ -160,7 +160,7 @@ def without_early_stop(model, rank):
 
 
 def offloaded(model, rank):
-    """What backward needs is copied away in forward: with the parameters' bytes of then."""
+    """Backward's input is copied away in forward, with the parameters' bytes of that time."""
     with torch.autograd.graph.save_on_cpu():
         forward_backward(model, rank)
 

@@ -115,7 +115,7 @@ def test_gradients_of_a_compiled_model(build, way, first, backend, combination):
     check_compiled(build, accumulate, way, backend, first, combination)
 
 
-# --- gradients that are there when the compiler starts anew ---------------------------------------
+# --- gradients that exist when the compiler starts again ------------------------------------------
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -123,7 +123,7 @@ LENGTHS = ((4, 6), (5, 9))  # of the micro-batches of each step
 
 
 class Counting:
-    """A backend that counts what it compiles."""
+    """A backend that counts its compilations."""
 
     def __init__(self):
         self.compiled = 0
@@ -164,7 +164,7 @@ LOOPS = [
 @pytest.mark.parametrize(("strategy", "dynamic", "precision"), LOOPS)
 @on_ranks(2)
 def test_training_loop_compiles(strategy, dynamic, precision, transport):
-    """It gives what it gives without; at least two graphs, for training and for evaluation."""
+    """The results are those without it; at least two graphs, for training and for evaluation."""
     torch._dynamo.reset()
     seen, backend = [], Counting()
     for compiles in (False, True):
@@ -251,7 +251,7 @@ def block_of_its_own_class(number):
     def forward(self, x):
         return x + torch.tanh(self.layer(x))
 
-    # Each class has code of its own, as written classes do: torch limits what it compiles of one.
+    # Each class has its own code, as written classes do: torch limits the compilations of one.
     code = forward.__code__.replace(co_name=f"forward_{number}")
     Block.forward = types.FunctionType(code, globals())
     return Block()

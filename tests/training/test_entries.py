@@ -1,6 +1,6 @@
-"""Backward unshards a unit wherever its graph enters what the unit's forward recorded.
+"""Backward unshards a unit wherever its graph enters the nodes of the unit's forward.
 
-An output may leave a forward in any way, or be kept beside it: gradients are bit-identical to the
+An output may leave a forward in any way, or be kept elsewhere: gradients are bit-identical to the
 plain model's.
 """
 
@@ -49,7 +49,7 @@ class Slotted:
 
 
 class Way(NamedTuple):
-    """How a block passes its result, and how the model gets it: (module, result, box)."""
+    """The way of a block's result to the model: (module, result, box)."""
 
     give: Any
     take: Any
@@ -166,11 +166,11 @@ def test_backward_from_outputs_of_compiled_blocks(way, combination):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-# --- results that are kept beside the output ------------------------------------------------------
+# --- results that are kept in addition to the output ----------------------------------------------
 
 
 def keeping(leaks=False):
-    """A model that keeps what each block has made, which no other block sees. `leaks`: the output
+    """A model that keeps each block's result, which no other block sees. `leaks`: the output
     does not depend on the blocks."""
 
     def forward(model, x):

@@ -181,7 +181,7 @@ class Plus(nn.Module):
 
 
 def lora_on_parameter(trains):
-    """What PEFT puts around a module that has experts' weights, a unit of its own."""
+    """PEFT's wrapper of a module with experts' weights, which is a separate unit."""
 
     def forward(model, x):
         trains = model.base.weight.requires_grad
@@ -250,7 +250,7 @@ class Decayed(torch.optim.Optimizer):
 
 
 class Greedy(nn.Module):
-    """Trains each layer by a loss of its own, and continues with what the new weights compute."""
+    """Trains each layer by its own loss, and continues with the new weights' output."""
 
     def __init__(self, kind):
         super().__init__()

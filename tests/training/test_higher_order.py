@@ -1,6 +1,6 @@
 """torch.autograd.grad, gradients of gradients, and torch.func on sharded models.
 
-A functional call computes on this rank what it does on a plain model, to the bit, and the
+A functional call computes on this rank the same as on a plain model, bit for bit, and the
 model trains on as if it had not been.
 """
 
@@ -63,7 +63,7 @@ def outputs_of(model, rank):
 
 
 def penalty(model, rank):
-    """The norm of the gradient by the input, as WGAN-GP has it."""
+    """The norm of the gradient by the input, as in WGAN-GP."""
     x, y = outputs_of(model, rank)
     (grad,) = torch.autograd.grad(loss_of(y), x, create_graph=True)
     return loss_of(y) + grad.square().sum()
@@ -150,14 +150,14 @@ def two_steps(loss, model, rank):
 )
 @on_ranks(2)
 def test_gradients_of_gradients(run, build, policy, combination):
-    """To the bit those of plain PyTorch, and reduced."""
+    """Bit-identical to those of plain PyTorch, and reduced."""
     check_mean_grads(build, functools.partial(two_steps, run), True, [combination], policy)
 
 
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @on_ranks(2)
 def test_autograd_grad_within_a_forward_of_an_evaluation(combination):
-    """The forward goes on with its parameters."""
+    """The forward continues with its parameters."""
     with torch.no_grad():
         ours, theirs = (m.eval()(floats(0)) for m in (wrapped(forces, combination), make(forces)))
     assert_same(ours, theirs, "energy and forces")

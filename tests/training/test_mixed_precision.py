@@ -211,7 +211,7 @@ def test_param_dtype_override_fn():
 
 
 class Shared(Stack):
-    """Uses the weights of a block, and of the head, twice. Its root has a weight of its own, which
+    """Uses the weights of a block, and of the head, twice. Its root has its own weight, which
     over c10d stays unsharded until the backward."""
 
     def __init__(self):
@@ -268,7 +268,7 @@ def dict_of_grads(model):
 
 
 def sum_micro_batches(name, combination, **options):
-    """Within no_sync() each rank's .grad is the float32 sum, to the bit; the ranks' mean is that of
+    """Within no_sync() each rank's .grad is exactly the float32 sum; the ranks' mean is that of
     these sums, each cast once."""
     rank, policy = dist.get_rank(), POLICIES[name]
     compute = policy.param_dtype or torch.float32
@@ -376,7 +376,7 @@ def test_full_buffers_and_buckets_use_the_low_dtype():
     assert 0.45 < low["slots"] / full["slots"] < 0.55
     assert 0.45 < low["buckets"] / full["buckets"] < 0.55
     assert low["grads"] == full["grads"]
-    assert 1.45 < low["shards"] / full["shards"] < 1.55  # beside the shards, a cast copy
+    assert 1.45 < low["shards"] / full["shards"] < 1.55  # in addition to the shards, a cast copy
 
 
 def test_invalid_policies_are_refused():

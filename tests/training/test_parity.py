@@ -1,5 +1,5 @@
-"""The numbers of training are those of DDP, bit for bit, whatever is sharded and however it
-travels; and however a script wraps its model and sets its values."""
+"""The numbers of training are those of DDP, bit for bit, under every strategy and transport; and
+for every way to wrap a model and set its values."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_two_process_groups():
 
 
 class WrapsItself(nn.Module):
-    """Nested FSDP(...) in __init__, as scripts for FSDP1 have it; there None is the default."""
+    """Nested FSDP(...) in __init__, as in scripts for FSDP1; there None is the default."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ def test_all_ways_to_wrap_match_ddp():
                 assert name != "always" or len(found) == 1 + 3 * 3 + 1
 
 
-# --- what is changed after wrapping ---------------------------------------------------------------
+# --- changes after wrapping -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

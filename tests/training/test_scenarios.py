@@ -1,4 +1,4 @@
-"""Scenarios whose gradients must be the mean of the ranks' gradients, whatever is sharded."""
+"""Scenarios whose gradients must be the mean of the ranks' gradients, under every strategy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def called_twice():
 
 
 class Halves(nn.Module):
-    """Units of which a rank may leave out a half; and so of the root's own weights."""
+    """Units, half of which a rank may leave out; and so of the root's own weights."""
 
     class Part(nn.Module):
         def __init__(self):
@@ -86,7 +86,7 @@ def all_kinds():
 
 
 def sparse_table():
-    """Embeddings with sparse gradients, of which each rank touches some rows."""
+    """Embeddings with sparse gradients; each rank touches some rows."""
 
     def forward(model, x):
         ids = x.argsort(-1)
@@ -105,7 +105,7 @@ def run_only_a_block_on_rank_1(model, rank):
     loss_of(model.blocks[2](floats(rank)) if rank == 1 else model(floats(rank))).backward()
 
 
-# (model, scenario, to the bit?, policy)
+# (model, scenario, bit for bit?, policy)
 UNUSUAL = [
     (called_twice, forward_backward, True, "auto"),
     (called_twice, accumulate, False, "auto"),

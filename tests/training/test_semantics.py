@@ -117,7 +117,7 @@ def count(calls, name, grads, *_):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_hooks_on_gradient_nodes_run_as_in_a_plain_model(combination, precision, early):
-    """Also those over several tensors: as often, and with as many gradients."""
+    """Also those over several tensors: called as often, with the same number of gradients."""
     seen = []
     for model in (make(Stack), wrapped(Stack, combination, mixed_precision=precision)):
         calls, nodes, params = [], [], list(model.parameters())
@@ -226,7 +226,7 @@ def test_parameter_groups(combination, cls, early):
     assert_same(ours.go(4).state(), theirs.go(4).state(), "four steps")
 
 
-# --- what is used where it must not be ------------------------------------------------------------
+# --- uses at forbidden moments --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -292,8 +292,8 @@ def test_weight_modified_within_forward_is_an_error():
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_loss_may_outlive_the_model(combination):
-    """No backward crashes after the model is gone, kept parameters can be read, and the next model
-    trains."""
+    """After the model is freed, no backward crashes, kept parameters can be read, and the next
+    model trains."""
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     loss = loss_of(model(floats(dist.get_rank())))
@@ -376,7 +376,7 @@ def test_collectives_within_a_backward_over_shm(strategy, between):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_copied_unit_does_not_drive_the_original(transport):
-    """A deepcopy of a unit computes the same and trains by itself; the model stays as it was."""
+    """A deepcopy of a unit computes the same and trains separately; the model stays as it was."""
     model = wrapped(Stack, ("full_shard", transport), auto_wrap_policy={Block})
     x, before = floats(dist.get_rank()), model.state_dict()
     twin = copy.deepcopy(model.blocks[1])

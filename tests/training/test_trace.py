@@ -46,8 +46,8 @@ def late_step(training, seconds=LATE):
 
 
 def recorded(transport, file):
-    """Return what each rank has of two steps, with rank 1 late for the second. Torch's profiler,
-    which knows backwards and steps by itself, has the other ranges."""
+    """Return each rank's trace of two steps, with rank 1 late for the second. Torch's profiler,
+    which records backwards and steps itself, has the other ranges."""
     training = trained(transport)
     with profile() as profiler, zshard.profile(file) as traced:
         training.go(1)
@@ -110,7 +110,7 @@ def check_waits(summary, whom):
 
 
 def check_who_was_last(summary, text):
-    """Rank 1, whatever the transport; a wait over c10d says so, too."""
+    """Rank 1, over every transport; a wait over c10d also says so."""
     first, second = summary
     last = second["last"]
     assert last["longest"] > LATE / 2 and last["seconds"] >= last["longest"]
@@ -136,7 +136,7 @@ def check_clock(first, second):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_memory_by_part_over_time(tmp_path, transport, no_sync):
-    """What the trace of two steps shows of the memory, and its file, is what the model has had."""
+    """The memory in the trace of two steps, and in its file, is that of the model."""
     file, x, unit = str(tmp_path / "a.json"), torch.randn(3, 64), 64 * 64 * 4
     layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
     model = FSDP(nn.Sequential(*layers), transport=transport, auto_wrap_policy={nn.Linear})
@@ -190,7 +190,7 @@ def test_exception_on_one_rank_leaves_each_its_own(tmp_path):
     training, rank = trained(), dist.get_rank()
     traced = zshard.profile(str(tmp_path / "a.json"))
     with warnings.catch_warnings(record=True) as seen, contextlib.suppress(ValueError), traced:
-        warnings.simplefilter("always")  # whatever a test before has set on these ranks
+        warnings.simplefilter("always")  # also if an earlier test has set it on these ranks
         training.go(1)
         if rank == 1:
             raise ValueError("out of data")
@@ -270,14 +270,14 @@ def test_messages_between_hosts_outlast_the_profile():
         training = Training(Scenario("net", optimizer="torch.SGD"), model, model, dist.get_rank())
         with profile(experimental_config=config) as profiler:
             late_step(training.go(1))
-            time.sleep(LATE)  # torch's threads end what they record after those who wait go on
+            time.sleep(LATE)  # torch's threads end their ranges after the waiting threads continue
         training.go(2)
     names = {event.name for event in profiler.events()}
     assert any(name.startswith("zshard::") for name in names)
     assert not names & {"gloo:send", "gloo:recv"}, names
 
 
-# --- what a trace is made of ----------------------------------------------------------------------
+# --- parts of a trace -----------------------------------------------------------------------------
 
 
 def test_a_wait_is_of_the_unit_around_it_and_counts_once():
@@ -351,7 +351,7 @@ def test_clocks_of_hosts_are_compared():
 
 
 def test_command_merges_files(tmp_path, monkeypatch, capsys):
-    """Files of two ranks, that of the second with a clock of its own; both did this at one time."""
+    """Files of two ranks, that of the second with its own clock; both did this at one time."""
     names, out = [], str(tmp_path / "merged.json")
     for rank, clock in enumerate((0, 5_000_000_000)):
         ranges = [("zshard::forward (root)", 9, clock + 2000, clock + 3500)]
@@ -371,7 +371,7 @@ def test_command_merges_files(tmp_path, monkeypatch, capsys):
         trace.read([tmp_path / "other.json"])
 
 
-# --- processes of their own -----------------------------------------------------------------------
+# --- separate processes ---------------------------------------------------------------------------
 
 
 @on_ranks(2, fresh=True)

@@ -23,7 +23,7 @@ def walk(pool: RankPool, cells: list[Cell]) -> list[str]:
         try:
             ours, theirs = pool.run(sharded, cell, timeout=60), plain(cell)
             if verdict(cell, ours, theirs) and "timed out" in str(ours):
-                ours = pool.run(sharded, cell, 20.0)  # the machine may have stood still
+                ours = pool.run(sharded, cell, 20.0)  # the machine may have stalled
             wrong = verdict(cell, ours, theirs)
         except RankFailure as failure:  # a hang, or a crash
             wrong = str(failure)[-2000:]

@@ -84,7 +84,7 @@ def again(planted):
 
 
 def nowhere(planted, script, x):
-    """`do_failing_step` raises by itself."""
+    """`do_failing_step` raises on its own."""
 
 
 PLACES: dict[str, Callable[..., None]] = {
@@ -210,7 +210,7 @@ class Net(nn.Module):
 
 class Script:
     """One rank's script; the two sides differ in how they build, average and read: each defines
-    build, forward, method, backward, no_sync, whole and parameters. link: what it needs of its
+    build, forward, method, backward, no_sync, whole and parameters. link: its connection to the
     peer."""
 
     def __init__(self, cell, rank, link):
@@ -347,7 +347,7 @@ OWN_ERRORS = (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError)
 
 @passing_groups()
 def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
-    """Return ("seen", what the script saw), or ("error", the text of the zshard error that ended
+    """Return ("seen", the script's values), or ("error", the text of the zshard error that ended
     it)."""
     try:
         return "seen", Sharded(cell, dist.get_rank(), deadline).run()
@@ -522,7 +522,7 @@ def difference(a: Any, b: Any, tolerance: float) -> str:
 
 
 def verdict(cell: Cell, ours: list[tuple[str, Any]], theirs: list[tuple[str, Any]]) -> str | None:
-    """Return what is wrong with a cell, or None."""
+    """Return the fault of a cell, or None."""
     wrong = [text for kind, text in ours if kind == "wrong"]
     if wrong:
         return f"an exception that is none of zshard's: {wrong}"

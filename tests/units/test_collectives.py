@@ -3,7 +3,7 @@
 Over c10d each collective is a torch operation that the profiler records. (Over shm there are none.)
 
 Then the bytes that a rank receives in a step: the formulas of docs/gpus.md, and model.metrics().
-The engine determines the traffic, whatever transport carries it, so the bytes that torch's profiler
+The engine determines the traffic for every transport, so the bytes that torch's profiler
 records over c10d apply to a GPU's backends as well.
 """
 
@@ -31,7 +31,7 @@ WIDTH = 64
 
 
 def rooted():
-    """Blocks, and parameters of the root's own: as many units as the stack below."""
+    """Blocks, and the root's own parameters: the same number of units as in the stack below."""
     run = lambda model, x: model.blocks(x) * model.scale[:WIDTH]  # noqa: E731
     blocks = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(UNITS - 1)])
     return Parts(run, blocks=blocks, scale=nn.Parameter(torch.ones(2048)))
@@ -97,7 +97,7 @@ LINEAR = "aten::addmm"  # of a block's forward
 BACKWARD = "AddmmBackward0"  # of its backward
 
 
-HAND = ((1, 2, 3), (1, 0))  # what the first unit prefetches in forward, the last in backward
+HAND = ((1, 2, 3), (1, 0))  # prefetches of the first unit in forward, and of the last in backward
 ALONE = {"backward_prefetch": None}
 
 
@@ -261,7 +261,7 @@ COUNTED: dict[tuple[str, tuple[int, ...], str, str | None], tuple[float, float, 
     # counterpart's, and one shard crosses.
     ("auto", (1, 1), "full_shard", None): (0, 0, G / 2, B / 2),
     ("auto", (2, 2), "full_shard", None): (0, 2 * B / 4, G / 4, B / 4),
-    # Each rank has full parameters of its own, which it gathers as over c10d.
+    # Each rank has its own full parameters, which it gathers as over c10d.
     ("auto", (2, 2), "zero1", None): (B / 4, 2 * B / 4, 2 * B / 4, B / 4),
     ("auto", (2, 2), "no_shard", None): (0, 2 * 2 * B / 4, 0, 2 * B / 4),
     # Two shards in a copy of the model: two hosts' sums of each rank's half.

@@ -1,7 +1,7 @@
 """zero1, hybrid_full, a number of ranks to reshard to: a copy of the parameters stays between
 steps.
 
-Whatever is kept, results are bit-identical to full_shard. The collectives of the ranks that have
+For every kept copy, results are bit-identical to full_shard. The collectives of the ranks that have
 the same secondary shard show how often it is refreshed.
 """
 
@@ -187,7 +187,7 @@ def test_copy_within_a_host_is_read_over_shm(precision):
         assert "transport hosts; secondary shards over 2 rank(s), transport shm" in head
         other = state_of("net", "full_shard", mixed_precision=precision)
         assert_same(training.state(), other, "training")
-        # state_dict() gathers what is not kept
+        # state_dict() gathers the rest
         assert training.model.memory()["slots"] == 0 or precision is not None
 
 

@@ -2,7 +2,7 @@
 areas.
 
 The plan (csrc/engine/plan.h) simulates a step, and the real step verifies it: afterwards slots and
-buckets have as many bytes as before, and nothing has been mapped.
+buckets have the same number of bytes as before, and nothing has been mapped.
 
 Forward kernels see strides, so a forward is bit-identical to DDP's if it sees the strides from
 before wrapping. Shards, state dicts and files are row-major in any case.
@@ -157,7 +157,7 @@ def test_hybrids(strategy, transport):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_changing_settings(transport):
-    """Where reshard_after_forward changes, slots that are no longer needed are freed."""
+    """If reshard_after_forward changes, slots that are no longer needed are freed."""
     model, slots = case_of("net", ("full_shard", transport)), []
     for reshards in (True, False, True):
         model.set_reshard_after_forward(reshards)

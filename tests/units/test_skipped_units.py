@@ -32,7 +32,7 @@ OVER_C10D = [c for c in SHARDED if c[1] == "c10d"]
 
 
 class Paths(nn.Module):
-    """Layers; each call runs those of `path` in that order. The root has a weight of its own."""
+    """Layers; each call runs those of `path` in that order. The root has its own weight."""
 
     def __init__(self, how="plain"):
         super().__init__()
@@ -197,7 +197,7 @@ def test_steps_in_backward(combination):
 @on_ranks(2)
 @passing_groups()
 def test_low_precision(combination):
-    """It gives what it gives over shm."""
+    """The result is the one over shm."""
     policy, states = zshard.MixedPrecision(param_dtype=torch.bfloat16), []
     for transport in ("shm", combination[1]):
         model = wrapped((combination[0], transport), mixed_precision=policy)

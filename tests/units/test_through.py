@@ -1,5 +1,5 @@
 """Over c10d, units are freed and reduced as soon as a backward has passed them: frozen, partly used
-and unused ones, whatever each rank uses of them.
+and unused ones, for any use on each rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLOT = -(-4 * (WIDTH * WIDTH + WIDTH) // PAGE) * PAGE  # bytes of a layer's full
 
 
 def adapted():
-    """Frozen layers, which are the units, beside trainable adapters in the root."""
+    """Frozen layers, which are the units, and trainable adapters in the root."""
 
     def forward(model, x):
         for layer, down, up in zip(model.body, model.down, model.up, strict=True):
@@ -57,7 +57,7 @@ class Partly(nn.Module):
 
 
 class Passing(nn.Module):
-    """Returns, beside its own output, a tensor of the first block, as T5 does with its bias."""
+    """Returns, in addition to its output, a tensor of the first block, as T5 does with its bias."""
 
     def __init__(self):
         super().__init__()

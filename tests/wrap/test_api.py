@@ -1,5 +1,5 @@
 """The interface of FSDP(model): its arguments (test_errors.py has the refusals), the wrapped model,
-and what it reports."""
+and its reports."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_ignored_modules_stay_unchanged(how):
 
 
 class WithExtras(Net):
-    """A class with attributes and methods of its own."""
+    """A class with its own attributes and methods."""
 
     kind = "extra"
     calls = 0

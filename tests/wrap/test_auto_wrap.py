@@ -48,7 +48,7 @@ class OtherBlock(Block):
 
 
 class OtherLinear(nn.Linear):
-    """Likewise."""
+    """A linear layer of a different class."""
 
 
 class Stack(nn.Module):
@@ -235,7 +235,7 @@ def test_traced_model_keeps_its_units() -> None:
     assert uses_while_sharded(units, torch.randn(2, 3, 16)) == []
 
 
-# --- what the model states -----------------------------------------------------------------------
+# --- statements of the model ----------------------------------------------------------------------
 
 
 class Planned(nn.Module):

@@ -24,7 +24,7 @@ DTYPES = (torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn)
 
 
 class Body(nn.Module):
-    """A linear layer beside frozen parameters; `seen` has their values in a forward."""
+    """A linear layer and frozen parameters; `seen` has their values in a forward."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -354,7 +354,7 @@ def test_first_difference_of_facts_with_one_subject():
 # --- parameters that users change -----------------------------------------------------------------
 
 SHAPE = "its full shape (2, 3)"
-CHANGES = {  # what a script does, the words of the next forward's error, how it is undone
+CHANGES = {  # a script's change, the words of the next forward's error, and the remedy
     "shape": (
         lambda layer: setattr(layer.weight, "data", torch.zeros(100)),
         ("'1.weight'", "shape (100,)", SHAPE),

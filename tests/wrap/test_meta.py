@@ -69,7 +69,8 @@ def test_values_equal_the_plain_model(combination, seed_of_rank):
 
 @on_ranks(2)
 def test_units_by_hand():
-    """Each call initializes what it wraps: numbers differ from the plain model's, but none is missing."""
+    """Each call initializes the modules that it wraps: numbers differ from the plain model's, but
+    none is missing."""
     model = on_meta(Model)
     for block in model.blocks:
         fully_shard(block)

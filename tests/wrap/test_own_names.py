@@ -64,7 +64,7 @@ class Around(nn.Module):
         return x
 
 
-# --- what the name is: attributes of the model's class --------------------------------------------
+# --- kinds of names: attributes of the model's class ----------------------------------------------
 
 
 def linear():
@@ -221,7 +221,7 @@ def test_a_models_own_attribute_wins(kind, inside, combination, first):
 
 
 def flips(self, x):
-    """A forward with a flag of its own, which FSDP has for scripts of DDP."""
+    """A forward with its own flag, which FSDP has for scripts of DDP."""
     self.require_backward_grad_sync = not self.require_backward_grad_sync
     return torch.tanh(self.first(x)) * (2 if self.require_backward_grad_sync else 1) * self.gain
 
@@ -320,7 +320,7 @@ def test_private_names_are_refused():
 
 
 class Protocol(Model):
-    """Overrides what FSDP overrides, too."""
+    """Overrides the same names as FSDP."""
 
     own = 1.0
     calls: ClassVar[list[str]] = []

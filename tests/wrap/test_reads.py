@@ -1,6 +1,6 @@
 """Weights that another module's forward reads: the operation gathers their unit.
 
-Whichever module owns the weights and whatever the policy, a model trains as the plain one. Each
+For any owner of the weights and any policy, a model trains as the plain one. Each
 case is a forward that bypasses a module: it reads a weight, or calls a submodule of a unit.
 """
 
@@ -223,7 +223,7 @@ class Watching(nn.Module):
 @pytest.mark.parametrize("holds", [False, True])
 @on_ranks(2)
 def test_loop_over_weights_gathers_one_at_a_time(holds, transport):
-    """Where autograd needs them in backward, it refers to them, and they stay."""
+    """If autograd needs them in backward, it refers to them, and they stay."""
     plain = make(functools.partial(Watching, holds))
     model = FSDP(plain, transport=transport, auto_wrap_policy={nn.Linear}, forward_prefetch=0)
     for _ in range(2):

@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Plain(Block):
-    """No parameters of its own, so that its children may leave it with none."""
+    """No parameters itself, so that its children may leave it with none."""
 
 
 class Quiet(nn.Module):
@@ -179,7 +179,7 @@ def compare(model: nn.Module, policy: str, ignored: list[str]) -> str:
     make, copied = POLICIES[policy], copy.deepcopy(model)
     theirs = instances(copied, make(torch_wrap), ignored)
     wanted = expected(model, theirs, ignored)
-    for lib in (zwrap, torch_wrap):  # torch's own policies are accepted, too
+    for lib in (zwrap, torch_wrap):  # torch's own policies are also accepted
         ours = units(copy.deepcopy(model), make(lib), ignored)
         if ours != wanted:
             return f"{policy}: {sorted(ours)}, not {sorted(wanted)} of {sorted(theirs)} in {model}"

@@ -177,7 +177,7 @@ def test_classes_that_find_nothing_are_reported() -> None:
         assert names(plan_units(Block(8), {Block})) == [""]  # the root itself is one
 
 
-# What no policy may split
+# Modules that no policy may split
 
 
 class LSTMWithChild(nn.LSTM):
@@ -209,7 +209,7 @@ def test_nothing_below_a_sealed_module_becomes_a_unit(make: Any, policy: Any) ->
         assert unit.name.count(".") == 0
 
 
-# Which unit gets which parameter
+# Assignment of parameters to units
 
 
 def random_graph(rng: random.Random) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What FSDP(model) costs besides its memory: exchanges between ranks."""
+"""Costs of FSDP(model) besides its memory: exchanges between ranks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ typedef struct zs_c10d_comm {
     zs_process_watch *peers; /* owned */
     int gone;                /* the peer that was first seen to have exited, the cause of later failures; -1: none */
     size_t living;           /* live units, and (hosts) gathers that have an area */
-    zs_arena *areas;         /* owned; what one backward has out at a time; NULL: none */
+    zs_arena *areas;         /* owned; memory that one backward has out at a time; NULL: none */
     bool areas_end;          /* the last unit is freed, and so are they, as soon as none is lent */
     bool reported;           /* this rank has published its reason */
     pthread_mutex_t areas_lock;
@@ -74,13 +74,13 @@ zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);
 
 /* --- c10d_turn.c -------------------------------------------------------------------------------------------------- */
 
-/* What exchanges turns over the group. */
+/* Exchanges turns over the group. */
 extern const zs_turns_ops zs_c10d_turns_ops;
 
 /* ZS_OK if collectives can run: not after a failure, not in a forked process. */
 zs_status zs_c10d_check_usable(zs_comm *comm);
 
-/* zs_turns_agree, after what was queued before. */
+/* zs_turns_agree, after everything queued before. */
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_turn *turn);
 
 /* --- c10d_wait.c -------------------------------------------------------------------------------------------------- */
@@ -104,17 +104,18 @@ zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_turn *turn, zs_work *
 typedef struct zs_c10d_arrival {
     bool (*arrived)(void *arg, double seconds); /* waits at most `seconds`; true: the wait is over */
     void *arg;
-    const char *late; /* what the deadline's message reports about the others */
+    const char *late; /* the deadline's message about the others */
     bool patient;     /* a little longer, as the others may be about to report why */
 } zs_c10d_arrival;
 
-/* Waits for what other ranks send within `turn`. Fails as zs_c10d_finish does. */
+/* Waits for the other ranks' messages of `turn`. Fails as zs_c10d_finish does. */
 zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until);
 
 /* Waits for ranks' turns before a collective, on this host or others. A long wait finds out where the ranks are. */
 zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until);
 
-/* A gather has ended: if it was abandoned, torch's threads may yet read the shard, which is kept forever, too. */
+/* A gather has ended: if it was abandoned, torch's threads may still read the shard, so that is kept forever as
+ * well. */
 void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard);
 
 /* Fails with this thread's record, rephrased for `turn`; looks for the rank that caused the failure. */
@@ -128,7 +129,7 @@ zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area);
 void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area);
 
 /* A unit, or a gather that has an area, keeps all areas / no longer does: the last one frees them. A unit may be freed
- * while this or another thread is in a collective: what is lent then goes with its return. */
+ * while this or another thread is in a collective: areas lent then are freed on return. */
 void zs_c10d_keep_areas(zs_c10d_comm *comm);
 void zs_c10d_let_areas_go(zs_c10d_comm *comm);
 
@@ -153,7 +154,7 @@ void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_turn *turn, zs_c10d_stall 
 void zs_c10d_stall_text(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, char *text,
                         size_t size);
 
-/* Where everybody is, as lines (comm/where.h); "" if no rank was asked. */
+/* The places of all ranks, as lines (comm/where.h); "" if no rank was asked. */
 void zs_c10d_stall_lines(const zs_c10d_comm *comm, const zs_c10d_stall *stall, char *text, size_t size);
 
 /* The ranks that may have caused a failure of unknown cause, as "rank 1" or "one of ranks 1, 2, 3". */

@@ -1,4 +1,4 @@
-/* c10d_peers.c - which ranks have exited, and why. See c10d.h.
+/* c10d_peers.c - finds ranks that have exited, and their reasons. See c10d.h.
  *
  * A process group only reports that a connection broke. Two other sources know more: the kernel, for ranks on this
  * host (process_watch.h), and the process group's store, in which a rank that fails leaves its reason, and a rank that

@@ -1,7 +1,7 @@
 /* c10d_round.c - reducing over a process group.
  *
- * A reduction is one all_to_all. Every rank gets all ranks' pieces of its own shard and sums them itself, in rank order
- * and in fp32, so the result is bit-identical to that of shm.
+ * A reduction is one all_to_all. Every rank receives all ranks' pieces of its shard and sums them, in rank order and in
+ * fp32, so the result is bit-identical to that of shm.
  *
  *   piece for rank d:  its shard of flat 0 | its shard of flat 1 | ... (for each section) | this rank's header
  *

@@ -16,7 +16,7 @@ static const double ask_before = 3.0, ask_again = 4.0, look_every = 0.4;
 
 enum { STATE = 40, SHOWN = 4, PLACES = 1024 };
 
-/* An answer: 'w' for a rank that waits here too, or '-' and what it is in; then a line break, and where its script is,
+/* An answer: 'w' for a rank that waits here as well, or '-' and its call; then a line break, and where its script is,
  * as zs_script_look says. */
 typedef struct answer {
     char text[STATE + ZS_WHERE];
@@ -63,7 +63,7 @@ static bool list_places(const zs_c10d_comm *comm, const answer *answers, char *t
     return shown > 0;
 }
 
-/* What the script should do instead. */
+/* Advice for the script. */
 static const char *remedy_of(const zs_c10d_comm *comm, const zs_turn *turn)
 {
     bool looks = turn->kind == ZS_TURN_GATHER && zs_reading_is_look(comm->base.reading);

@@ -1,4 +1,4 @@
-/* c10d_turn.c - how ranks exchange turns (comm/turn.h) over a process group. See c10d.h.
+/* c10d_turn.c - exchanges turns (comm/turn.h) over a process group. See c10d.h.
  *
  * A process group pairs collectives up by order alone. So a small gather of fixed size precedes each, in which every
  * rank sends its turn. Ranks that diverged would otherwise sum unrelated data, or gloo would abort the process on a

@@ -14,8 +14,8 @@
 #include <string.h>
 #include <time.h>
 
-/* Seconds: one check for dead peers and Ctrl-C; between two checks for reasons in the store; by which a process may
- * exit after its connections close; from finding that a peer has exited until the wait fails. */
+/* Seconds: one check for dead peers and Ctrl-C; between two checks for reasons in the store; a process's time to exit
+ * after its connections close; from finding that a peer has exited until the wait fails. */
 static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
 
 enum { TEXT = 512 };
@@ -114,7 +114,7 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_turn *turn, zs_status status
 
 /* --- waiting ------------------------------------------------------------------------------------------------------ */
 
-/* What a wait has seen so far, in seconds of zs_clock(). */
+/* A wait's observations so far, in seconds of zs_clock(). */
 typedef struct patience {
     double asked; /* the store, last time */
     double gone;  /* when a peer was first seen to have exited; 0: none */
@@ -130,7 +130,7 @@ static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
     if (ask) seen->asked = time;
     if (!zs_c10d_find_gone(comm, ask, who, sizeof who)) return ZS_OK;
     if (seen->gone == 0) seen->gone = time;
-    if (time - seen->gone < grace) return ZS_OK; /* what it sent before may be enough for us */
+    if (time - seen->gone < grace) return ZS_OK; /* its earlier messages may be enough for us */
     return ZS_FAIL(ZS_ERR_PEER, "the collective cannot complete without that rank");
 }
 

@@ -1,8 +1,8 @@
 /* comm_c10d.c - the transport over a process group of torch.distributed: anything that gloo or MPI reaches.
  *
  * Everything is a collective, and collectives pair up by order. The schedule makes all ranks gather and reduce their
- * units in one order; comm/turn.c checks it before each. What a collective needs is allocated before ranks agree on it:
- * a rank that fails in between would leave the others in it, paired with whatever it does next. */
+ * units in one order; comm/turn.c checks it before each. A collective's memory is allocated before ranks agree on it: a
+ * rank that fails in between would leave the others in it, paired with its next collective. */
 #include "base/file.h"
 #include "comm/c10d/c10d.h"
 
@@ -153,7 +153,7 @@ zs_status zs_c10d_give_up(zs_comm *comm)
     return zs_c10d_agree((zs_c10d_comm *)comm, &turn);
 }
 
-/* What a rank leaves in the group's store when it ends. */
+/* A rank's entry in the group's store when it ends. */
 typedef struct last_page {
     zs_fingerprint fingerprint;
     zs_diagnostics texts;

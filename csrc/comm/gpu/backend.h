@@ -1,11 +1,11 @@
 /* backend.h - moves device memory between ranks: NCCL, or torch's process group.
  *
- * A transport for GPUs (comm_gpu.c) has two parts. A transport between the ranks' hosts decides who takes part and in
- * which order, and notices ranks that exit; a backend only moves bytes, in streams, in an order that all ranks have
- * agreed on. So each backend is one small table.
+ * A transport for GPUs (comm_gpu.c) has two parts. A transport between the ranks' hosts decides which ranks take part
+ * and in which order, and notices ranks that exit; a backend only moves bytes, in streams, in an order that all ranks
+ * have agreed on. So each backend is one small table.
  *
- * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; work queued
- * in its stream afterwards runs after the move, on this rank. The move reads what was queued in that stream before
+ * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; work queued in
+ * its stream afterwards runs after the move, on this rank. The move reads the results of earlier work in that stream
  * (or forked to it). */
 #ifndef ZS_BACKEND_H
 #define ZS_BACKEND_H
@@ -20,8 +20,8 @@ typedef struct zs_swap {
     const char *name;           /* of the unit, for messages */
     int n;                      /* number of flats */
     size_t bytes[ZS_MAX_FLATS]; /* of one shard of each */
-    /* Shard p of flat f is at send[f] + p * bytes[f]; NULL: this rank sends nothing, and what it delivers is never
-     * read. */
+    /* Shard p of flat f is at send[f] + p * bytes[f]; NULL: this rank has no gradients; it sends bytes that no rank
+     * reads. */
     const char *send[ZS_MAX_FLATS];
     const int *shard_of; /* [world] the shard that each rank gets */
     char *receive;       /* rank r's shard of flat f arrives at receive + r * stride + at[f] */
@@ -41,9 +41,9 @@ typedef struct zs_backend_ops {
     zs_status (*exchange)(zs_backend *, const char *unit, const zs_message *messages, size_t n);
     /* Broadcasts `data` of `root`, in the compute stream. */
     zs_status (*broadcast)(zs_backend *, void *data, size_t bytes, int root);
-    /* ZS_OK, or why nothing can be moved any more. NULL if only the calls themselves can find out. */
+    /* ZS_OK, or the reason why no move is possible any more. NULL if only the calls themselves can find out. */
     zs_status (*check)(zs_backend *);
-    /* Ends outstanding moves, wherever they are; every later call fails with `why`. */
+    /* Ends outstanding moves in any state; every later call fails with `why`. */
     void (*abort)(zs_backend *, const char *why);
     void (*destroy)(zs_backend *);
 } zs_backend_ops;

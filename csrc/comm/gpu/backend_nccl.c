@@ -61,7 +61,7 @@ static nccl_line *line_of(nccl_backend *self, zs_stream stream)
 
 /* --- peers -------------------------------------------------------------------------------------------------------- */
 
-/* What the ranks exchange: whether they can proceed, what they chose, and (for the monitor) their processes. */
+/* The ranks' exchange: whether they can proceed, their options, and (for the monitor) their processes. */
 typedef struct card {
     int32_t status;
     char why[256]; /* if that is not ZS_OK */
@@ -123,8 +123,8 @@ static zs_status check_cards(const card *all, int world)
     return ZS_OK;
 }
 
-/* A kernel for each stream must find room on every rank's GPU beside those of the others: see above. A power of two,
- * because NCCL rounds the number of channels for swaps up to one. */
+/* Kernels of all streams must fit on every rank's GPU at the same time: see above. A power of two, because NCCL rounds
+ * the number of channels for swaps up to one. */
 static zs_status limit_ctas(nccl_backend *self, const card *all)
 {
     int fewest = all[0].multiprocessors, most = 1;
@@ -200,7 +200,7 @@ static bool has_ended(void *arg)
     return zs_device_cuda_passed(move->device, move->event);
 }
 
-/* Makes the monitor watch what was just queued in `stream`. If more are out than it can watch, the oldest are
+/* Makes the monitor watch the operation just queued in `stream`. If more are out than it can watch, the oldest are
  * dropped: a communicator's operations end in order, so the later ones represent them. */
 static zs_status watch(nccl_backend *self, zs_stream stream, const char *what, const char *name)
 {
@@ -338,7 +338,7 @@ static zs_status make_comms(nccl_backend *self, zs_comm *control)
     return ZS_OK;
 }
 
-/* Allocates memory for what is known of the peers. */
+/* Allocates memory for facts about the peers. */
 static zs_status make_room(nccl_backend *self)
 {
     size_t world = (size_t)self->base.world;

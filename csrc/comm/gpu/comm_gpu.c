@@ -1,9 +1,9 @@
 /* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a backend for device memory.
  *
- * No host waits for a GPU, so hosts communicate early, and what they find (other bitmaps, another order, a peer that
- * exited) they report as on the CPU, with the control transport's messages. Moves on the devices must be requested
- * in one order on all ranks. Either hosts agree before each (gpu_turn.c), or they meet when a session begins, and
- * compare what they requested when it ends, before the script can wait for results that never come. */
+ * No host waits for a GPU, so hosts communicate early, and report what they find (other bitmaps, another order, a peer
+ * that exited) as on the CPU, with the control transport's messages. Moves on the devices must be requested in one
+ * order on all ranks. Either hosts agree before each (gpu_turn.c), or they meet when a session begins, and compare
+ * their requests when it ends, before the script can wait for results that never come. */
 #include "comm/gpu/gpu.h"
 #include "device/device_cuda.h"
 

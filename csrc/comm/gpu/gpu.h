@@ -19,7 +19,7 @@
 #include "device/arena.h"
 #include "device/cuda_api.h"
 
-/* What ranks compare to verify that they asked their backends for the same moves in the same order. */
+/* Ranks compare these to verify that they asked their backends for the same moves in the same order. */
 typedef struct zs_gpu_order {
     uint64_t gave_up;           /* this rank has abandoned its backward here */
     uint64_t count;             /* number of moves */
@@ -65,7 +65,7 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status);
 
 /* Creates the arena that rounds receive into, unless it exists / takes `bytes` of it, for the reduce stream / for the
- * gather stream / gives what was taken back; NULL: nothing. */
+ * gather stream / returns it; NULL: nothing. */
 zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 zs_status zs_gpu_take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area);
 zs_status zs_gpu_take_codes(zs_gpu_comm *comm, size_t bytes, zs_mem **area);
@@ -83,7 +83,7 @@ void zs_gpu_order_add(zs_gpu_comm *comm, const char *what, const char *unit, siz
 /* This rank's last move, in words. */
 const char *zs_gpu_order_last(const zs_gpu_comm *comm);
 
-/* An exchange of the hosts, in whatever calls they are: what they exchange says what differs. */
+/* An exchange of the hosts that does not compare their calls: the exchanged bytes show the difference. */
 zs_status zs_gpu_compare_hosts(const zs_gpu_comm *comm, const void *mine, size_t bytes, void *all);
 
 /* Does any rank's order, of those just exchanged, differ from rank 0's? Sets *rank to the first such rank. */
@@ -160,7 +160,7 @@ zs_wire_sums zs_gpu_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
 size_t zs_gpu_coded_bytes(const zs_comm *comm, const zs_cunit_spec *spec, const zs_wire_sums *sums);
 size_t zs_gpu_lost_bytes(const zs_comm *comm, const zs_wire_sums *sums);
 
-/* Finds out whether a unit's rounds are coded, and makes what they need / frees that. */
+/* Determines whether a unit's rounds are coded, and allocates their memory / frees it. */
 zs_status zs_gpu_coded_init(zs_gpu_comm *comm, zs_gpu_unit *unit);
 void zs_gpu_coded_clear(zs_gpu_comm *comm, zs_gpu_unit *unit);
 
@@ -173,7 +173,7 @@ void zs_gpu_rescale(zs_comm *comm, zs_cunit *cunit, double factor);
 
 /* --- gpu_turn.c --------------------------------------------------------------------------------------------------- */
 
-/* What exchanges turns over the control transport. */
+/* Exchanges turns over the control transport. */
 extern const zs_turns_ops zs_gpu_turns_ops;
 
 /* Returns when all ranks are about to make this move, and takes part in the others' gathers until then:

@@ -1,9 +1,9 @@
 /* gpu_coded.c - parameters and gradients that cross hosts in fewer bytes, on GPUs. See gpu.h.
  *
  * The numbers are those of the hosts transport (hosts_coded.c, hosts_params.c). A host first sums its own ranks'
- * gradients: each rank the shards of its counterparts, the ranks at its place on the hosts. What a code loses of these
- * sums is added to those of the next round, so a rank encodes only where its host has gradients: all ranks' headers
- * must be there before anything is queued. */
+ * gradients: each rank the shards of its counterparts, the ranks at its place on the hosts. A code's error is added to
+ * the next round's sums, so a rank encodes only if its host has gradients: all ranks' headers must be there before
+ * anything is queued. */
 #include "comm/gpu/gpu.h"
 #include "device/cuda_kernels.h"
 #include "device/device_cuda.h"
@@ -122,7 +122,7 @@ static const char *own_shard(const coded_round *round, int f, int host, int lane
     return base->bucket->ptr + zs_cunit_shard_at(base, f, base->spec.shard_of[rank_at(round, host, lane)]);
 }
 
-/* Where the rank at `lane` of this host sends flat `f` of the counterpart on `host`. */
+/* The place for flat `f` of the counterpart on `host`, from the rank at `lane` of this host. */
 static char *place_of(const coded_round *round, int f, int host, int lane)
 {
     const zs_cunit *base = &round->unit->base;
@@ -132,8 +132,8 @@ static char *place_of(const coded_round *round, int f, int host, int lane)
     return round->inbox + (size_t)(lane * round->hosts + host) * base->shards_bytes + at;
 }
 
-/* Sends the ranks of this host the shards of their counterparts. One of two that has no gradients sends what is never
- * read. */
+/* Sends the ranks of this host the shards of their counterparts. If only one of two ranks has gradients, the other
+ * sends bytes that are never read. */
 static zs_status swap_in_host(const coded_round *round)
 {
     const zs_cunit *base = &round->unit->base;

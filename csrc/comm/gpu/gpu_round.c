@@ -70,8 +70,8 @@ static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *filler)
     return swap;
 }
 
-/* What a round that is not coded needs. Before ranks agree on it: one that fails later leaves its peers' GPUs in a
- * swap, paired with what it queues next. */
+/* Takes the memory of a round that is not coded. Before ranks agree on it: a rank that fails later leaves its peers'
+ * GPUs in a swap, paired with its next move. */
 static zs_status take_areas(zs_gpu_comm *comm, zs_gpu_unit *unit, zs_mem **filler)
 {
     const zs_cunit *base = &unit->base;

@@ -1,4 +1,4 @@
-/* gpu_state.c - whether a transport for GPUs works, and the memory that it receives into. See gpu.h. */
+/* gpu_state.c - the state of a transport for GPUs: usable or not, and the memory that it receives into. See gpu.h. */
 #define _GNU_SOURCE /* strdup */
 #include "comm/gpu/gpu.h"
 #include "comm/where.h"
@@ -15,7 +15,7 @@ static zs_status name_last(const zs_gpu_comm *comm)
                        (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
 }
 
-/* A backend only sees that a peer's process has ended; the hosts know what the peer reported before. */
+/* A backend only sees that a peer's process has ended; the hosts have the peer's last report. */
 static zs_status with_reason(zs_gpu_comm *comm, zs_status status)
 {
     zs_status (*check)(zs_comm *) = comm->control->ops->talk->check_peers;

@@ -1,4 +1,4 @@
-/* gpu_turn.c - how the ranks' hosts exchange turns (comm/turn.h) before each move. See gpu.h.
+/* gpu_turn.c - exchanges turns (comm/turn.h) between the ranks' hosts before each move. See gpu.h.
  *
  * Turns travel over the control transport; only the gathers themselves are the backend's. */
 #include "comm/gpu/gpu.h"

@@ -1,12 +1,12 @@
 /* hosts.h - the transport for several hosts with the same number of ranks each, in two levels.
  *
- * Ranks of one host communicate over `local` (shm), and each rank with its counterparts, those at its place on the
- * other hosts, over connections of their own (`links`). So data crosses the wire once per host, not once per rank:
- * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
+ * Ranks of one host communicate over `local` (shm), and each rank with its counterparts, the ranks at its place on the
+ * other hosts, over separate connections (`links`). So data crosses the wire once per host, not once per rank: shards
+ * go straight into memory that the host's ranks share, and gradients are summed within the host first.
  *
  * Its head is a c10d transport over all ranks. That agrees on each collective before it starts (comm/turn.h), so all
- * ranks know that the others have reached it, and does whatever the two levels cannot, such as gathers that some ranks
- * do not need.
+ * ranks know that the others have reached it, and does all that the two levels cannot do, such as gathers that some
+ * ranks do not need.
  *
  *   comm_hosts.c     the table, creation and end
  *   hosts_queue.c    queued gathers and rounds
@@ -63,8 +63,8 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
 /* Pieces of memory in one direction: each flat, and a header. */
 enum { ZS_HOSTS_PARTS = ZS_MAX_FLATS + 1 };
 
-/* What a rank and a counterpart send each other in one operation. Its owner zeroes it, and keeps it and the memory in
- * place until it is done or left. */
+/* One exchange between a rank and a counterpart. Its owner zeroes it, and keeps it and the memory in place until it is
+ * done or left. */
 typedef struct zs_hosts_move {
     struct iovec out[ZS_HOSTS_PARTS], in[ZS_HOSTS_PARTS]; /* (changes as it moves) */
     int n_out, n_in;
@@ -81,7 +81,7 @@ zs_status zs_hosts_move_begin(zs_hosts_comm *self, int host, zs_hosts_move *move
 bool zs_hosts_moves_done(zs_hosts_comm *self, const zs_hosts_move *moves);
 zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hosts_move *moves);
 
-/* Abandons them: if they are not done, all connections end, so nothing writes to their memory any more. */
+/* Abandons them: if they are not done, all connections end, so nothing writes to their memory afterwards. */
 void zs_hosts_moves_leave(zs_hosts_comm *self, zs_hosts_move *moves);
 
 /* `fds` [2 * hosts], copied: for each host a connected socket to send over, and one to receive from; -1 for this
@@ -98,7 +98,7 @@ zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);
 /* Creates the pages; collective over the host. */
 zs_status zs_hosts_signals_new(zs_hosts_comm *self);
 
-/* What a gather's collectives signal when they end; created for `n` of them. */
+/* The signal that a gather's `n` collectives have ended. */
 typedef struct zs_hosts_arrival zs_hosts_arrival;
 zs_status zs_hosts_arrival_new(zs_hosts_comm *self, uint64_t gather, int n, zs_hosts_arrival **out);
 
@@ -183,7 +183,7 @@ void zs_hosts_turns_free(zs_hosts_comm *self);
 
 /* --- hosts_queue.c ------------------------------------------------------------------------------------------------ */
 
-/* What happens to an op. */
+/* Actions on an op. */
 typedef struct zs_hosts_acts {
     bool (*can)(const zs_hosts_comm *, const zs_hosts_op *); /* may the thread begin it? NULL: always */
     zs_status (*begin)(zs_hosts_comm *, zs_hosts_op *);      /* on the thread, once all ranks have the same turn */
@@ -202,7 +202,7 @@ struct zs_hosts_op {
     zs_hosts_op *next;
 };
 
-/* How many turns it has room for: all ranks', and this rank's next one. */
+/* Room for turns: all ranks', and this rank's next one. */
 static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
 {
     return (size_t)self->c10d.base.world + 1;
@@ -217,7 +217,7 @@ zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end);
 zs_status zs_hosts_wait_queued(zs_c10d_comm *comm);
 zs_status zs_hosts_op_failure(const zs_hosts_op *op);
 
-/* Would zs_hosts_wait_until return at once? (It may still wait for what was queued before.) */
+/* Would zs_hosts_wait_until return at once? (It may still wait for earlier operations.) */
 bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op);
 
 /* --- hosts_gather.c: see comm_ops.h ------------------------------------------------------------------------------- */
@@ -267,7 +267,7 @@ void zs_hosts_lost_drop(const zs_hosts_comm *self, const zs_wire_sums *sums, flo
 /* Multiplies it; values that become infinite or NaN are set to 0. */
 void zs_hosts_lost_scale(const zs_hosts_comm *self, const zs_wire_sums *sums, float *lost, double factor);
 
-/* Encodes the sums for a host, and keeps what is `lost` of them for the next round. */
+/* Encodes the sums for a host, and keeps the error in `lost` for the next round. */
 void zs_hosts_encode(const zs_wire_sums *sums, float *lost, const float *values, zs_bf16 *out);
 
 /* Decodes `bytes` of codes. */

@@ -1,8 +1,7 @@
 /* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h.
  *
- * All hosts decode the same bytes, a host its own too, so ranks that sum the same shard have the same sum. What a
- * code loses of one round's sums is added to those of the next for the same host, so over many rounds nothing is
- * lost. */
+ * All hosts decode the same bytes, also a host its own, so ranks that sum the same shard have the same sum. A code's
+ * error in one round is added to the next round's sums for the same host, so over many rounds nothing is lost. */
 #include "comm/hosts/hosts.h"
 #include "comm/wire_sizes.h"
 

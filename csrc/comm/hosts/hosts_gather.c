@@ -1,10 +1,10 @@
 /* hosts_gather.c - gathering in two levels. See hosts.h.
  *
- * A slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather
- * all ranks send their slot. Ranks of one host with the same slot have all taken it for this gather, so its old
- * content is unused. Ranks with different slots have diverged (one evaluates alone, for example): then each gathers
- * for itself, over all ranks, into private memory that replaces the slot in its address space. If shards cross as
- * codes (hosts_params.c), it then replaces them by what their codes decode to. */
+ * A slot is memory that the ranks of a host share, so one rank receives for all. Before a gather all ranks send their
+ * slot. Ranks of one host with the same slot have all taken it for this gather, so its old content is unused. Ranks
+ * with different slots have diverged (one evaluates alone, for example): then each gathers for itself, over all ranks,
+ * into private memory that replaces the slot in its address space. If shards cross as codes (hosts_params.c), it then
+ * decodes them in place. */
 #include "comm/hosts/hosts.h"
 
 #include "base/file.h"
@@ -77,7 +77,7 @@ static zs_status set_apart(hosts_slot *slot, bool apart)
 typedef struct hosts_gathering {
     zs_hosts_op op;
     zs_flat_mem source;   /* a counted reference */
-    zs_target to;         /* likewise */
+    zs_target to;         /* a counted reference */
     zs_gathering *flat;   /* over all ranks; NULL: in two levels */
     uint64_t number;      /* in two levels */
     size_t code_bytes;    /* of a shard; 0: it crosses as it is */

@@ -1,7 +1,7 @@
-/* hosts_links.c - the connections to a rank's counterparts, and what moves over them. See hosts.h.
+/* hosts_links.c - the connections to a rank's counterparts, and the moves over them. See hosts.h.
  *
- * All ranks begin the same moves in the same order (hosts_turns.c), so bytes need no header: what arrives next is what
- * was begun next. To each counterpart there are two connections, one to send over and one to receive from, and a
+ * All ranks begin the same moves in the same order (hosts_turns.c), so bytes need no header: moves arrive in the order
+ * in which they began. To each counterpart there are two connections, one to send over and one to receive from, and a
  * thread for each, which sleeps in the kernel until a large piece is done. So bytes go from where they lie to where
  * they belong, in few system calls, and no thread polls. */
 #define _GNU_SOURCE 1 /* pthread_setname_np */
@@ -41,14 +41,14 @@ struct links {
     pthread_mutex_t lock;
     pthread_cond_t changed; /* on the monotonic clock */
     bool ends;
-    char why[256]; /* why nothing moves any more; "": it does */
+    char why[256]; /* the reason why moves have stopped; "": they have not */
     int n;
     lane lanes[]; /* [2 * hosts] for each host OUT and IN; fd -1: this host's */
 };
 
 /* --- moving, on a lane's thread ----------------------------------------------------------------------------------- */
 
-/* Moves past what was done. */
+/* Moves past the bytes that are done. */
 static void advance(struct msghdr *message, size_t done)
 {
     while (message->msg_iovlen > 0 && done >= message->msg_iov->iov_len) {
@@ -120,7 +120,7 @@ static void *run(void *arg)
         int error = it->way == OUT ? transfer(it, move->out, move->n_out) : transfer(it, move->in, move->n_in);
         if (it->way == IN && move->arrived != NULL) move->arrived(move->arg, error == 0);
         pthread_mutex_lock(&links->lock);
-        if (it->way == IN) move->arrived = NULL; /* called once, whatever becomes of the other direction */
+        if (it->way == IN) move->arrived = NULL; /* called once, even if the other direction fails */
         if (error == 0) {
             it->first = move->next[it->way];
             move->left--;

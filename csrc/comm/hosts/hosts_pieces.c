@@ -1,7 +1,7 @@
 /* hosts_pieces.c - the part of a round that crosses hosts. See hosts_unit.h.
  *
- * A piece is the host's sum of the shards of one counterpart. With one rank per host that is what this rank has
- * packed, in its own dtype. Sums may be coded (hosts_coded.c): they are then decoded after the received pieces. */
+ * A piece is the host's sum of the shards of one counterpart. With one rank per host, that is this rank's packed
+ * gradients, in their dtype. Sums may be coded (hosts_coded.c): they are then decoded after the received pieces. */
 #include "comm/hosts/hosts_unit.h"
 
 #include <string.h>
@@ -97,7 +97,7 @@ zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit)
     return zs_cunit_release(self->local, unit->local);
 }
 
-/* What leaves for host `h`. (direct) A rank without a bucket sends what its header says not to read. */
+/* Sets the bytes to send to host `h`. (direct) A rank without a bucket sends bytes that its header marks as void. */
 static void set_out(const zs_hosts_comm *self, const hosts_unit *unit, int h, zs_hosts_move *move)
 {
     const zs_cunit *base = &unit->base;
@@ -135,7 +135,7 @@ static const zs_round_header *header_of(const hosts_unit *unit, const char *piec
     return (const zs_round_header *)(const void *)(headers + (size_t)lane * unit->base.header_bytes);
 }
 
-/* (direct) What this rank sums of its own: at its place in the bucket, or where several flats lie as in the pieces. */
+/* (direct) This rank's own summand: in the bucket, or (several flats) copied to the layout of the pieces. */
 static const char *own_shard(const zs_hosts_comm *self, const hosts_unit *unit)
 {
     const zs_cunit *base = &unit->base;

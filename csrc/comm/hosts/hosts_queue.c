@@ -1,8 +1,8 @@
 /* hosts_queue.c - queued gathers and rounds, which begin when their turn comes. See hosts.h.
  *
- * Two calls queue a collective and find out whether all ranks agree on it. Between them the script computes, while
- * the thread of hosts_turns.c sends one turn after the other and begins what all agree on. The first call that finds
- * a failure reports it; then everything queued later has failed on all ranks, as none of it was received. */
+ * Two calls queue a collective and find out whether all ranks agree on it. Between them the script computes, while the
+ * thread of hosts_turns.c sends one turn after the other and begins the collectives that all agree on. The first call
+ * that finds a failure reports it; then everything queued later has failed on all ranks, as none of it was received. */
 #include "comm/hosts/hosts.h"
 
 #include <stdio.h>

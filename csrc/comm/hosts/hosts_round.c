@@ -185,7 +185,7 @@ zs_status zs_hosts_begun(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *don
     return *done ? zs_hosts_pass(self, begun(self, unit)) : ZS_OK;
 }
 
-/* Waits for what is outstanding. */
+/* Waits for outstanding moves. */
 static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_turn_kind kind)
 {
     zs_turn turn = turn_of(unit, kind);

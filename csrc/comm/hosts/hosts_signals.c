@@ -1,8 +1,8 @@
 /* hosts_signals.c - signals between the ranks of one host: turns and arrivals. See hosts.h.
  *
  * Each rank has a page that the host's other ranks read, with one counter that they sleep on. Threads write there as
- * well: the one that receives the last part of a gather writes the gather's number. So others can use what a rank has
- * received before that rank itself finishes the gather. */
+ * well: the one that receives the last part of a gather writes the gather's number. So others can use a rank's received
+ * bytes before that rank finishes the gather. */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/hosts/hosts.h"
 

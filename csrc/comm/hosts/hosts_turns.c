@@ -6,7 +6,7 @@
  * collective of all ranks would pass through several on each, and be as slow as a megabyte.
  *
  * Turns advance while the script computes. Each queued turn has a ticket; tickets are served in order. If all ranks
- * have the same turn, the thread begins the collective, too. Otherwise it stops on all ranks, and the script's thread
+ * have the same turn, the thread also begins the collective. Otherwise it stops on all ranks, and the script's thread
  * handles it.
  *
  * There are two buffers for turns, for even and odd numbers. A rank sends turn n+1 once it has read turn n of all,
@@ -124,7 +124,7 @@ static bool await_host(zs_hosts_comm *self, zs_hosts_event event)
     return false;
 }
 
-/* Sends the host's turns to this rank's hosts. What was sent two turns ago has been received. */
+/* Sends the host's turns to this rank's hosts. Turns sent two turns ago have been received. */
 static zs_status send_to_hosts(zs_hosts_comm *self)
 {
     zs_hosts_turns *turns = self->turns;
@@ -304,7 +304,7 @@ bool zs_hosts_has_turned(zs_hosts_comm *self, const zs_hosts_ticket *ticket)
 zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)
 {
     if (self->turns != NULL) {
-        end_thread(self->turns, status != ZS_ERR_TORCH); /* Ctrl-C: the peers may get one, too */
+        end_thread(self->turns, status != ZS_ERR_TORCH); /* Ctrl-C: the peers may get one as well */
         zs_hosts_take_back(self);
     }
     return zs_hosts_pass(self, status);

@@ -38,7 +38,7 @@ zs_status zs_hosts_start_pieces(zs_hosts_comm *self, hosts_unit *unit);
 /* Bytes that this rank reads of the buckets of its host's other ranks, to sum them / to fetch their finished sums. */
 size_t zs_hosts_read_bytes(const zs_hosts_comm *self, const hosts_unit *unit);
 
-/* Sets the unit's sources to what was received. */
+/* Sets the unit's sources to the received pieces. */
 void zs_hosts_find_sources(const zs_hosts_comm *self, hosts_unit *unit);
 
 #endif

@@ -15,9 +15,9 @@ static const double last_patience = 10.0; /* seconds for outstanding work when t
 
 enum { MAX_CTAS = 64 }; /* NCCL's own limit */
 
-/* --- what the ranks agree on -------------------------------------------------------------------------------------- */
+/* --- agreement of the ranks --------------------------------------------------------------------------------------- */
 
-/* What each rank sends before NCCL is called. */
+/* Each rank's message before NCCL is called. */
 typedef struct card {
     zs_nccl_id id;          /* of rank 0 */
     int32_t status, result; /* the result here */
@@ -34,7 +34,7 @@ static void put_failure(card *own, const zs_nccl_comm *comm, zs_status status)
     zs_clear_error();
 }
 
-/* A rank that only waited in vain knows less than the one that it waited for. */
+/* A rank whose wait failed knows less than the rank that it waited for. */
 static int weight(const card *of)
 {
     if (of->status == ZS_OK) return 0;

@@ -20,7 +20,7 @@
 
 typedef struct zs_nccl_comm zs_nccl_comm;
 
-/* How many of the GPU's multiprocessors NCCL may use. */
+/* NCCL's use of the GPU's multiprocessors. */
 typedef enum zs_nccl_ctas {
     ZS_NCCL_CTAS_DEFAULT,
     ZS_NCCL_CTAS_EFFICIENCY, /* few (NCCL 2.27) */
@@ -31,10 +31,10 @@ typedef struct zs_nccl_options {
     double timeout;   /* seconds: for creation, and without progress of outstanding work */
     zs_nccl_ctas ctas;
     int min_ctas, max_ctas; /* 1 to 64; 0: NCCL's choice. Equal on all ranks, like `ctas` */
-    /* Both may be NULL. The monitor's thread calls them, without the GIL; they must not call the functions below.
-     * gone: is a peer known to have exited? Then it writes a sentence, which becomes part of the exception. lost:
-     * the communicator was aborted on this rank by `failure`, with the reason; use it to inform the peers. Called
-     * once. Functions below also call it if they find the failure. */
+    /* Both may be NULL. The monitor's thread calls them, without the GIL; they must not call the functions below. gone:
+     * has a peer exited? Then it writes a sentence, which becomes part of the exception. lost: the communicator was
+     * aborted on this rank by `failure`, with the reason; use it to inform the peers. Called once. Functions below also
+     * call it if they find the failure. */
     bool (*gone)(void *arg, char *sentence, size_t size);
     void (*lost)(void *arg, zs_status failure, const char *why);
     void *arg; /* of both; valid until zs_nccl_comm_free */
@@ -54,8 +54,8 @@ typedef struct zs_nccl_work {
  * options; ZS_ERR_NCCL, ZS_ERR_PEER, ZS_ERR_TIMEOUT: the creation itself failed. */
 zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_nccl_comm **out);
 
-/* Closes the communicator. Waits up to 10 s for outstanding work, and aborts what has not ended; callers that still
- * need results must wait for them before. NULL allowed. */
+/* Closes the communicator. Waits up to 10 s for outstanding work, and aborts the rest; callers that still need results
+ * must wait for them before. NULL allowed. */
 void zs_nccl_comm_free(zs_nccl_comm *comm);
 
 /* ZS_OK, or the failure that poisoned the communicator. Costs a lock. */
@@ -74,7 +74,7 @@ void zs_nccl_abort_all(const char *why);
  * when it became the oldest, the communicator is aborted (ZS_ERR_TIMEOUT). In the order of one stream. */
 zs_status zs_nccl_comm_watch(zs_nccl_comm *comm, zs_nccl_work work);
 
-/* Makes the monitor forget `event`: call this before it is destroyed or recorded anew. Unknown ones are allowed. */
+/* Makes the monitor forget `event`: call this before it is destroyed or recorded again. Unknown ones are allowed. */
 void zs_nccl_comm_forget(zs_nccl_comm *comm, const void *event);
 
 /* The operations. Pointers are device memory, `stream` is a CUstream. Sizes of 0 are no-ops. */

@@ -1,7 +1,7 @@
 /* nccl_lib.c - see nccl_lib.h.
  *
- * A process has one NCCL. A second copy beside torch's would have its own threads and connections, and its own view
- * of which GPU has which rank; so the one that is already loaded precedes any path, except one that the user sets. */
+ * A process has one NCCL. A second copy would have its own threads and connections, and its own map of GPUs to ranks;
+ * so a loaded NCCL, such as torch's, precedes every path but one that the user sets. */
 #define _GNU_SOURCE 1 /* RTLD_NOLOAD, dladdr */
 #include "comm/nccl/nccl_lib.h"
 

@@ -1,4 +1,4 @@
-/* nccl_local.h - what nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c share; for these files only.
+/* nccl_local.h - shared by nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c only.
  *
  * A thread that calls NCCL on a communicator holds its lock, and has checked under that lock that it is not
  * poisoned. So an abort, which frees NCCL's state behind the handle, never runs during another call. */
@@ -53,7 +53,7 @@ zs_status zs_nccl_settle_within(zs_nccl_comm *comm, const char *call, zs_nccl_re
 /* With the lock held: keeps the record, and aborts; the first failure wins. */
 void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why);
 
-/* Likewise, by `result` of `call`. */
+/* The same, for `result` of `call`. */
 void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result result);
 
 /* Starts to monitor `comm`, with the process's thread, which starts with the first communicator. ZS_ERR_STATE in a

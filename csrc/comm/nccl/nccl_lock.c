@@ -39,7 +39,7 @@ void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why)
     zs_nccl_handle handle = comm->handle;
     comm->handle = NULL;
     comm->launching = NULL;
-    if (handle != NULL) comm->nccl->CommAbort(handle); /* whatever it returns, the handle is no longer ours */
+    if (handle != NULL) comm->nccl->CommAbort(handle); /* even after an error, the handle is no longer ours */
 }
 
 void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result result)

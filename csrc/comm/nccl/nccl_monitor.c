@@ -61,7 +61,8 @@ static bool ask_peers(const zs_nccl_comm *comm, char *sentence, size_t size)
     return comm->options.gone != NULL && comm->options.gone(comm->options.arg, sentence, size);
 }
 
-/* A peer that ended in an orderly way has done its part of what is outstanding here, which may still end well. */
+/* A peer that ended in an orderly way has done its part of the operations outstanding here, which may still
+ * complete. */
 static bool may_end_well(zs_nccl_comm *comm)
 {
     if (oldest(comm) == NULL && comm->launching == NULL) return false;
@@ -182,7 +183,7 @@ void zs_nccl_abort_all(const char *why)
     pthread_mutex_unlock(&monitor.lock);
 }
 
-/* --- what it is to ask about -------------------------------------------------------------------------------------- */
+/* --- communicators and events to watch ---------------------------------------------------------------------------- */
 
 /* Makes room for one more, with the oldest first. */
 static zs_status make_room(zs_nccl_watched *watched)

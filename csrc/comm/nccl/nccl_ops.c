@@ -15,7 +15,7 @@ static bool overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes
     return first < second + b_bytes && second < first + a_bytes;
 }
 
-/* What every operation requires of its memory: not NULL, and not too large. */
+/* Requirements of every operation on its memory: not NULL, and not too large. */
 static zs_status check_memory(const zs_nccl_comm *comm, const char *call, const void *send, const void *receive,
                               size_t bytes)
 {

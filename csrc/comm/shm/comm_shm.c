@@ -4,10 +4,10 @@
  * mapping of that file is the full buffer. A reduction reads the peers' buckets in place. Only the time of reading must
  * be agreed on: shm_reader.c (shards), shm_round.c (gradients).
  *
- *   shm_needs.c  what a rank needs of the system    shm_missing.c  which ranks a wait still misses
- *   shm_link.c   how ranks find each other          shm_wake.c     sleeping, and waking others
- *   shm.c        what they publish                  shm_wait.c     deadlines, dead peers
- *   shm_place.c  where the ranks' scripts are       shm_report.c   the texts of messages
+ *   shm_needs.c    a rank's needs of the system    shm_missing.c  which ranks a wait still misses
+ *   shm_link.c     connections between ranks       shm_wake.c     sleeping, and waking others
+ *   shm.c          published words and texts       shm_wait.c     deadlines, dead peers
+ *   shm_place.c    places of the ranks' scripts    shm_report.c   the texts of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
 #include "comm/shm/shm.h"
@@ -33,7 +33,7 @@
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not connect. */
 static const uint64_t protocol = 8;
 
-/* How long a rank waits for each next peer; it connects to them one after the other. */
+/* A rank's patience with each next peer; it connects to them one after the other. */
 static const double meeting_seconds = 10.0, meeting_seconds_per_rank = 0.1;
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
@@ -409,7 +409,7 @@ static zs_status adopt(void *arg, int r, const zs_link_party *party)
     return status;
 }
 
-/* All are connected: opens what they share. */
+/* All are connected: opens the shared files. */
 static zs_status open_flats(zs_shm *shm)
 {
     int flats = shm->flats_fd;

@@ -11,7 +11,7 @@ bool zs_shm_live(const zs_shm *shm)
 
 zs_status zs_shm_usable(const zs_shm *shm)
 {
-    /* Where a peer has stopped, this rank's last wait has failed, and what the peer left behind must not be read. */
+    /* If a peer has stopped, this rank's last wait has failed, and the peer's memory must not be read. */
     bool may_be_stopped = shm->base.failed || (zs_shm_live(shm) && atomic_load(&shm->own->stopped) != 0);
     if (zs_shm_live(shm)) return may_be_stopped ? zs_shm_check_stop(shm) : ZS_OK;
     if (shm->lifetime != zs_lifetime())

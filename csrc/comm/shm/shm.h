@@ -1,4 +1,4 @@
-/* shm.h - the internals of the shm transport: what is in shared memory, and what one rank keeps about the others.
+/* shm.h - the internals of the shm transport: the contents of shared memory, and a rank's records of the others.
  *
  * Each rank alone writes its own words and values in shared memory; the others map and read them. So no state word ever
  * needs a lock or a compare-and-swap. (Except the turn to wake a sleeper, which ranks pass on: shm_wake.c.)
@@ -34,12 +34,12 @@ enum {
     ZS_SHM_TEXT = 1536,     /* longest reason of an abort */
 };
 
-/* What a rank does or waits for. The names are what the peers must have done for the wait to end. */
+/* A rank's act or wait. The names are the acts of the peers that end the wait. */
 typedef enum zs_shm_what {
     ZS_SHM_JOINED,     /* nothing yet */
     ZS_SHM_POSTED,     /* record: unit, number: round */
-    ZS_SHM_SHARED,     /* likewise */
-    ZS_SHM_RELEASED,   /* likewise */
+    ZS_SHM_SHARED,     /* as for POSTED */
+    ZS_SHM_RELEASED,   /* as for POSTED */
     ZS_SHM_EXCHANGED,  /* number: exchange */
     ZS_SHM_SENT,       /* number: piece of a broadcast, record: root */
     ZS_SHM_TAKEN,      /* number: piece of a broadcast */
@@ -66,8 +66,8 @@ static inline zs_shm_act zs_shm_act_make(zs_shm_what what, uint32_t record, uint
 
 typedef struct zs_shm_mailbox {
     uint64_t bytes;     /* length that the sender passes: must be the same on all ranks */
-    uint64_t pieces;    /* of broadcasts that the sender has taken part in, likewise */
-    char call[ZS_CALL]; /* the call that it belongs to, likewise; "": one without a name */
+    uint64_t pieces;    /* of broadcasts that the sender has taken part in: the same on all ranks */
+    char call[ZS_CALL]; /* the call that it belongs to: the same on all ranks; "": one without a name */
     char data[ZS_SHM_MAIL];
 } zs_shm_mailbox;
 
@@ -82,7 +82,7 @@ typedef struct zs_shm_control {
     _Atomic uint64_t act_what; /* yields << 63 | zs_shm_what << 32 | record */
     _Atomic uint64_t act_number;
 
-    /* Where the owner's script is. */
+    /* The place of the owner's script. */
     _Atomic uint64_t placed; /* 1 + the wait_id in which `place` was published; 0: never */
     char place[ZS_PLACE];
     _Atomic uint32_t asked;   /* a peer wants to know its line; the owner sets it back */
@@ -94,7 +94,7 @@ typedef struct zs_shm_control {
     alignas(ZS_SHM_LINE) _Atomic uint64_t exchanged;
     _Atomic uint64_t sent, taken;
     uint64_t sent_bytes[2];     /* bytes left of the broadcast when piece n was sent, by parity of n */
-    char sent_call[2][ZS_CALL]; /* the call that it belonged to, likewise */
+    char sent_call[2][ZS_CALL]; /* its call, by parity of n */
     char doing[ZS_CALL];        /* the call that the last exchange or broadcast belonged to */
 
     /* The last text that the owner posted, see shm_state.c: odd while it changes. */
@@ -120,7 +120,7 @@ typedef struct zs_shm_control {
 typedef struct zs_shm_post {
     uint64_t index;  /* the bucket's number in its owner's file */
     uint64_t offset; /* its place there, constant for one index */
-    uint64_t bytes;  /* its capacity, likewise constant; 0: only the header was posted */
+    uint64_t bytes;  /* its capacity, also constant; 0: only the header was posted */
 } zs_shm_post;
 
 /* Head of a unit's record; the headers of two rounds follow. */
@@ -189,7 +189,7 @@ typedef struct zs_shm {
     zs_shm_control *own;        /* peers[rank].control */
     size_t heap_used;           /* bytes of the heap in use */
     uint64_t exchanges, pieces; /* counts of exchanges and of pieces of broadcasts */
-    int spins;                  /* checks before a wait goes to sleep */
+    int spins;                  /* checks before a wait sleeps */
     bool connected, closed;
 } zs_shm;
 
@@ -244,14 +244,14 @@ zs_status zs_shm_check_stop(const zs_shm *shm);
 /* published: a text that rank `rank` has published. */
 const char *zs_shm_published_text(const zs_comm *comm, int rank, zs_topic topic);
 
-/* Where a rank was seen. */
+/* A rank's state at one moment. */
 typedef struct zs_shm_moment {
-    zs_shm_act act;   /* as published: what it waits for, or did last */
+    zs_shm_act act;   /* as published: its wait, or its last act */
     uint64_t wait_id; /* odd: it waits */
     int missing;      /* the rank that it waits for, -1: none */
 } zs_shm_moment;
 
-/* What rank `r` has published, without `missing`. */
+/* The published state of rank `r`, without `missing`. */
 zs_shm_moment zs_shm_state_of(const zs_shm *shm, int r);
 
 /* The lowest rank that has not done what `who` needs for `act`; -1 if there is none. */
@@ -260,13 +260,13 @@ int zs_shm_missing(const zs_shm *shm, int who, zs_shm_act act);
 /* The same, but the first one from `from` on, in a circle. */
 int zs_shm_missing_from(const zs_shm *shm, int who, zs_shm_act act, int from);
 
-/* Has rank `r` not yet done what this rank needs for `act`? */
+/* Does this rank's `act` still wait for rank `r`? */
 bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act);
 
 /* --- shm_needs.c -------------------------------------------------------------------------------------------------- */
 
-/* ZS_ERR_UNSUPPORTED, with the limit, what is left of it and what is needed, if rank `rank` cannot join `world`
- * ranks. A limit that cannot be read (no /proc) is not checked. */
+/* ZS_ERR_UNSUPPORTED, with the limit, the rest of it and the need, if rank `rank` cannot join `world` ranks. A limit
+ * that cannot be read (no /proc) is not checked. */
 zs_status zs_shm_check_limits(int rank, int world);
 
 /* --- shm_state.c -------------------------------------------------------------------------------------------------- */
@@ -288,8 +288,8 @@ void zs_shm_outlive(zs_comm *comm, double seconds);
 
 /* --- shm_wake.c --------------------------------------------------------------------------------------------------- */
 
-/* Before a sleep, while this rank's wait for `act` is published: gives a missing rank the turn to wake this one.
- * False: no rank is missing any more. *seen is for zs_shm_sleep. */
+/* Before a sleep, while this rank's wait for `act` is published: gives a missing rank the turn to wake this one. False:
+ * no rank is missing now. *seen is for zs_shm_sleep. */
 bool zs_shm_prepare_sleep(zs_shm *shm, zs_shm_act act, uint32_t *seen);
 
 /* Sleeps until woken since *seen, or for `seconds`; may return early without a reason. */
@@ -314,9 +314,9 @@ void zs_shm_flats_end(zs_shm *shm);
 
 /* --- shm_report.c ------------------------------------------------------------------------------------------------- */
 
-enum { ZS_SHM_PHRASE = 192 }; /* bytes of the text of what one rank does */
+enum { ZS_SHM_PHRASE = 192 }; /* bytes of the text of one rank's act */
 
-/* What this rank waits for, without the numbers that change from step to step: "reduce gradients of unit 'a'". */
+/* Describes this rank's wait, without the numbers that change from step to step: "reduce gradients of unit 'a'". */
 void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size);
 
 /* Failures with their messages: a peer's death, an orderly exit, a deadline, a circle. `missing` is the rank waited

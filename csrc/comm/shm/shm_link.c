@@ -90,7 +90,7 @@ static bool same_user(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-/* How many descriptors rank `rank` sends. */
+/* Number of descriptors that rank `rank` sends. */
 static size_t given_by(int rank)
 {
     return rank == 0 ? ZS_LINK_FDS : ZS_LINK_FLATS;
@@ -173,7 +173,7 @@ static size_t take_descriptors(struct msghdr *header, zs_link_party *party)
     return count;
 }
 
-/* What arrived on a line. */
+/* A line's message. */
 typedef enum received { STRANGER, CUT_SHORT, GREETING, PARTY } received;
 
 static bool is_ours(const zs_link *link, const hello *message)

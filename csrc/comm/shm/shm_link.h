@@ -1,13 +1,13 @@
-/* shm_link.h - how ranks of one host find each other: sockets that carry file descriptors.
+/* shm_link.h - connects the ranks of one host: sockets that carry file descriptors.
  *
  * Each rank calls all lower ranks, one after the other, and then answers all higher ones, one at a time. Caller and
  * answerer identify themselves, with a token that proves that they belong together; then the answerer sends its
  * descriptors (SCM_RIGHTS), then the caller. After that no socket is needed.
  *
- * They take turns because the kernel limits what an unprivileged user has in flight: descriptors that are sent and not
- * yet received may not exceed what one process may have open, over all ranks and jobs together. So a rank sends only to
- * one that is listening, one message at a time, and retries if others have used up that limit. Rank 0 calls no rank,
- * and a rank that has called all lower ones answers: ranks never wait in a circle.
+ * They take turns because the kernel limits the descriptors that an unprivileged user has in flight: over all ranks and
+ * jobs together, no more than one process may have open. So a rank sends only to one that is listening, one message at
+ * a time, and retries if others have used up that limit. Rank 0 calls no rank, and a rank that has called all lower
+ * ones answers: ranks never wait in a circle.
  *
  * Why not names in /dev/shm: containers give it 64 MB, and names outlive a kill -9. Why a pidfd from the process
  * itself: process ids do not cross pid namespaces and are reused. */

@@ -1,7 +1,7 @@
-/* shm_missing.c - see shm.h: reads what ranks publish: where they are, and what one still needs of the others.
+/* shm_missing.c - see shm.h: reads ranks' published places, and their needs of each other.
  *
  * The answer is a function of shared memory, for any rank: a rank that waits evaluates it for itself; one that has
- * changed something, for those that sleep; one that suspects a circle, for all. */
+ * changed something, for sleeping ranks; one that suspects a circle, for all. */
 #include "comm/shm/shm.h"
 #include "comm/shm/shm_word.h"
 
@@ -33,7 +33,7 @@ static bool lags(const zs_shm *shm, int who, int r, uint32_t record)
     return zs_word_lags(word, word_of(shm, who, record), (uint32_t)looks < (uint32_t)ours);
 }
 
-/* Has rank `r` done what rank `who` needs for `act`? */
+/* Has rank `r` done its part of rank `who`'s `act`? */
 static bool done(const zs_shm *shm, int who, int r, zs_shm_act act)
 {
     const zs_shm_control *peer = shm->peers[r].control;

@@ -1,4 +1,4 @@
-/* shm_needs.c - what a rank needs of the system to connect to its peers, compared with what is left.
+/* shm_needs.c - compares the resources that a rank needs to connect to its peers with the free ones.
  *
  * With many ranks, the process reaches its limits before memory runs out. Its needs are known, so a rank that lacks
  * something reports it, with numbers, before anything is created. See shm.h. */
@@ -16,7 +16,8 @@
 enum {
     PER_PEER = 2, /* descriptors: its pidfd, its buckets */
     OWN = 2,      /* the flats, this rank's buckets */
-    /* While ranks connect: the listener, a line, this rank's control block and pidfd, and what was just received. */
+    /* While ranks connect: the listener, a line, this rank's control block and pidfd, and the descriptors just
+     * received. */
     MEETING = 4 + ZS_LINK_FDS,
     PROC = 1, /* to read the limits */
 };
@@ -30,7 +31,7 @@ zs_shm_needs zs_comm_shm_needs(int world)
                           .bytes = n * sizeof(zs_shm_control)};
 }
 
-/* --- what is left ------------------------------------------------------------------------------------------------- */
+/* --- free resources ----------------------------------------------------------------------------------------------- */
 
 enum { UNKNOWN = -1 }; /* or no limit */
 

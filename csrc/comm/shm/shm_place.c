@@ -9,7 +9,7 @@
 
 enum { SHOWN = 4 }; /* ranks whose places fit in one message */
 
-/* How old a line may be, in nanoseconds; and how long the others are waited for, in seconds. */
+/* Maximum age of a line, in nanoseconds; and time to wait for the others, in seconds. */
 static const int64_t fresh = 3000000000;
 static const double patience = 1.0;
 
@@ -86,7 +86,7 @@ void zs_shm_ask(zs_shm *shm)
 {
     for (int r = 0; r < shm->base.world; r++)
         if (r != shm->base.rank && !is_fresh(shm->peers[r].control)) atomic_store(&shm->peers[r].control->asked, 1);
-    zs_shm_wake_all(shm); /* those that wait answer themselves */
+    zs_shm_wake_all(shm); /* waiting ranks answer themselves */
 }
 
 /* False: none that is current. */

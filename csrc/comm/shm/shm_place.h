@@ -1,9 +1,9 @@
-/* shm_place.h - where the ranks' scripts are, for messages: the calls that they are in, and their lines.
+/* shm_place.h - places of the ranks' scripts, for messages: the calls that they are in, and their lines.
  *
  * A rank publishes its call once a wait takes long, with the number of that wait: so others know that it is current.
  * Its line it publishes only when a peer asks, or before it fails: from within a wait at once, and from elsewhere by a
- * thread of Python's (ranks/stalls.py). A line that is a few seconds old is the answer, too: of ranks that have
- * diverged, the first to find that out may long be elsewhere when the last one asks. */
+ * thread of Python's (ranks/stalls.py). A line that is a few seconds old still counts: of ranks that have diverged, the
+ * first to notice may be elsewhere when the last one asks. */
 #ifndef ZS_SHM_PLACE_H
 #define ZS_SHM_PLACE_H
 

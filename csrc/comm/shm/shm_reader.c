@@ -1,15 +1,15 @@
-/* shm_reader.c - which ranks may read which shards when: the one protocol of the shm transport that is not a plain
- * count.
+/* shm_reader.c - the right to read shards: the one protocol of the shm transport that is not a plain count.
  *
  * Shards change in user code (an optimizer, load_state_dict, an EMA swap), that is, between passes: root forwards and
- * root backwards. Whatever changes them takes the right to write first: an optimizer's step, a load, an in-place
- * operation of the script. This gives four guarantees, without a barrier of all ranks for each layer:
- *   1. what a pass reads of a peer that takes part in it was written before the peer began it (never an older version);
- *   2. a rank returns from a pass that others run too only when no rank reads in that pass any more;
+ * root backwards. Every change takes the right to write first: an optimizer's step, a load, an in-place operation of
+ * the script. This gives four guarantees, without a barrier of all ranks for each layer:
+ * 1. a pass reads, from a peer that takes part in it, values written before the peer began it (never an older version);
+ *   2. a rank returns from a pass that others run as well only when no rank reads in that pass any more;
  *   3. while a rank has the right to write, no rank reads its shards;
- *   4. a rank that evaluates reads its own version of all shards, or fails, wherever the others are.
+ *   4. a rank that evaluates reads its own version of all shards, or fails, in any state of the others.
  *
- * The central idea is in shm_word.h: a rank's state is one word, and which rank waits for which is a function of two.
+ * The central idea is in shm_word.h: a rank's state is one word, and waits between two ranks are a function of two
+ * words.
  *
  * A forward that is admitted compares fingerprints (fingerprint.h) with all owners: theirs do not change, since none
  * writes. If they differ it reads nothing, and ends normally before it reports that: then all have compared.
@@ -84,7 +84,7 @@ static zs_fingerprint fingerprint_of(const zs_shm *shm, const zs_reader *reader,
 
 /* --- passes ------------------------------------------------------------------------------------------------------- */
 
-/* No owner writes, and each has published what it did before the state that this pass reads. */
+/* No owner writes, and each has published its acts before the state that this pass reads. */
 static zs_status compare_fingerprints(zs_shm *shm, const zs_reader *reader, zs_pass pass)
 {
     zs_fingerprint fingerprints[shm->base.world];
@@ -185,7 +185,7 @@ static void come_to_nothing(zs_shm *shm, const zs_reader *reader)
         zs_shm_set(shm, own_word(shm, reader), zs_word_stop(now)); /* no rank should wait for its end */
 }
 
-/* A forward reads: do all ranks have what this rank has? */
+/* A forward reads: do all ranks have the same parameters as this rank? */
 static zs_status check_forward(zs_shm *shm, const zs_reader *reader, zs_pass pass)
 {
     uint64_t mine = atomic_load(own_word(shm, reader));

@@ -1,7 +1,7 @@
-/* shm_report.c - messages of the shm transport: what a rank waits for, and why a wait failed.
+/* shm_report.c - messages of the shm transport: the waits of ranks, and the reasons of failed ones.
  *
  * Every act has one verb phrase, in the infinitive, that fits after "waiting for rank 1 to" and after "last
- * operation:". So it serves for the missing peer, for what a peer itself waits for, and for what it did last. */
+ * operation:". So it serves for the missing peer, for a peer's own wait, and for its last act. */
 #include "comm/shm/shm.h"
 
 #include "comm/shm/shm_place.h"
@@ -13,7 +13,7 @@
 
 enum { SENTENCE = 320, PLACES = 4 * (ZS_PLACE + 24) };
 
-/* What a round does to a unit's gradients; NULL: `what` belongs to no round. */
+/* The verb for a round of a unit's gradients; NULL: `what` belongs to no round. */
 static const char *round_verb(zs_shm_what what)
 {
     switch (what) {
@@ -36,7 +36,7 @@ static const char *call_of(const zs_shm *shm, int who, zs_shm_act act)
     return is_talk(act.what) ? shm->peers[who].control->doing : "";
 }
 
-/* What a peer has to deliver for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
+/* The peer's contribution to `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
 static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
 {
     const char *name = shm->peers[who].control->heap + act.record; /* a record starts with its name */
@@ -90,7 +90,7 @@ void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
     }
 }
 
-/* What rank `r` did at that moment: "rank 1 (pid 7) waits for rank 0's ..." or "... has done nothing here since its
+/* The act of rank `r` at that moment: "rank 1 (pid 7) waits for rank 0's ..." or "... has done nothing here since its
  * ...". */
 static void describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size)
 {
@@ -138,7 +138,7 @@ zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left)
                    (int)shm->peers[left].pid, shm->base.rank, phrase, places, remedy_of(act));
 }
 
-/* Appends what the ranks missing for `act` are doing, as far as there is room. */
+/* Appends the acts of the ranks missing for `act`, as far as there is room. */
 static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
 {
     size_t length = strlen(text);
@@ -234,7 +234,7 @@ zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r)
         places);
 }
 
-/* What the peers have answered by now, and this rank's own line. */
+/* Lists the peers' answers so far, and this rank's line. */
 static void list_lines(zs_shm *shm, char *text, size_t size)
 {
     char (*texts)[ZS_WHERE] = calloc((size_t)shm->base.world, sizeof *texts);

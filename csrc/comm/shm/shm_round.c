@@ -42,7 +42,7 @@ void zs_shm_renamed(zs_comm *comm, zs_cunit *cunit)
     snprintf(own->name, sizeof own->name, "%s", cunit->spec.name);
 }
 
-/* Publishes that this rank has done `what`, of which `word` counts the rounds. */
+/* Publishes that this rank has done `what`; `word` counts its rounds. */
 static zs_status publish(zs_shm *shm, const zs_shm_unit *unit, zs_shm_what what, _Atomic uint64_t *word)
 {
     zs_shm_note(shm, act_of(unit, what));

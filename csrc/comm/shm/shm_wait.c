@@ -1,13 +1,13 @@
 /* shm_wait.c - waits for peers.
  *
- * What a rank waits for is data (zs_shm_act), published while it waits. So "what is still missing?" is one function
- * of shared memory. A rank evaluates it for itself, and for all others when it suspects that all wait for each
- * other; messages use it to report what a late peer is doing.
+ * A wait is data (zs_shm_act), published while it lasts. So "what is still missing?" is one function of shared memory.
+ * A rank evaluates it for itself, and for all others when it suspects that all wait for each other; messages use it to
+ * report a late peer's act.
  *
- * Proof of a circle: while a rank waits, none of its words changes. If all ranks are found in a wait, then each with
- * a missing rank, and after that all in the very same wait (wait_id), then no rank moved while the missing ones were
+ * Proof of a circle: while a rank waits, none of its words changes. If all ranks are found in a wait, then each with a
+ * missing rank, and after that all in the very same wait (wait_id), then no rank moved while the missing ones were
  * determined: the answers are of one moment, and no rank can ever continue. (Checking a rank before the next one is
- * known to wait would prove nothing: that one may just be doing what the first waits for.) */
+ * known to wait would prove nothing: the next one may just be ending that wait.) */
 #include "comm/shm/shm.h"
 
 #include "base/clock.h"
@@ -28,7 +28,7 @@ static const double grace = 1.0;         /* for others to finish when a rank die
 static const double place_after = 0.25;  /* then this rank publishes its script's call */
 static const double ask_before = 1.5;    /* the user is warned, the peers are asked where they are */
 
-/* One wait that has gone to sleep. */
+/* One wait that sleeps. */
 typedef struct sleep_state {
     double start, checked; /* seconds on the monotonic clock */
     double died;           /* when a peer was seen dead that is not missed, 0: none */

@@ -1,8 +1,8 @@
-/* shm_wake.c - sleep until all that a wait needs is there, without needless wake-ups.
+/* shm_wake.c - sleeps until a wait can end, without needless wake-ups.
  *
  * At any time it is one rank's turn to wake a sleeper: a rank that the sleeper still misses. When that rank has done
- * what the sleeper needs, it checks which other rank is missing, and passes the turn on to it; if none is, it wakes
- * the sleeper. So a wait that sleeps costs two futex calls, one to sleep and one to wake, for any number of ranks.
+ * its part, it checks which other rank is missing, and passes the turn on to it; if none is, it wakes the sleeper. So a
+ * wait that sleeps costs two futex calls, one to sleep and one to wake, for any number of ranks.
  *
  * No wake-up is lost. A rank that gives a turn (the sleeper, or one that passes it on) stores it in the sleeper's
  * `asleep` and then checks whether the chosen rank is still missing. A rank that changes something stores that and then
@@ -11,7 +11,7 @@
  * another giver, which checks after its own store.
  *
  * `asleep` contains the number of the wait. So a turn that is passed on late, when the sleeper is in another wait,
- * changes nothing, and what was read of the wait (zs_shm_state_of) before a successful exchange belongs to that very
+ * changes nothing, and a state of the wait (zs_shm_state_of) read before a successful exchange belongs to that very
  * wait. */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/shm/shm.h"

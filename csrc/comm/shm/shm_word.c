@@ -46,8 +46,8 @@
  * begun before.
  *
  * Which ranks may enter while O changes its word? Both sides "write mine, then read yours" (sequentially consistent):
- *   - P is WANTS_*, finds itself admitted, stores that it reads, and checks once more; if a rank no longer stands still
- *     (it has taken the right to write, or has left the pass in which P was to read it alone), P returns to WANTS_*.
+ * - P is WANTS_*, finds itself admitted, stores that it reads, and checks once more; if a rank has changed (it has
+ * taken the right to write, or has left the pass in which P was to read it alone), P returns to WANTS_*.
  *     So either that rank sees P read, and waits, or P sees its new word.
  *   - P counts a look only after that: a rank that sees the look sees P read, or P is through.
  *   - P begins the forward of some count, O ends its own of that count. O ran it because P had begun it: P was WANTS_*,
@@ -97,7 +97,7 @@ static uint64_t plus(uint64_t word, int at, int bits, uint64_t by)
     return with(word, at, bits, field(word, at, bits) + by);
 }
 
-/* How far `a` is ahead of `b` in a count of so many bits. */
+/* The lead of `a` over `b` in a count of so many bits. */
 static int64_t ahead(uint64_t a, uint64_t b, int at, int bits)
 {
     uint64_t apart = field(field(a, at, bits) - field(b, at, bits), 0, bits), half = UINT64_C(1) << (bits - 1);

@@ -12,9 +12,9 @@
  * IDLE     | is in user code                                       | by passes that it has begun too; by evaluations
  * WRITES   | writes its shards: a step, a load, by hand            | no
  * WANTS_*  | has begun a pass, and waits to be admitted by all     | by those that it admits; by evaluations
- * TRAINS   | reads, in a forward that a backward may follow        | likewise
- * EVALUATES| reads, in any other forward                           | likewise
- * BACKWARD | reads, in a backward                                  | likewise
+ * TRAINS   | reads, in a forward that a backward may follow        | as WANTS_*
+ * EVALUATES| reads, in any other forward                           | as WANTS_*
+ * BACKWARD | reads, in a backward                                  | as WANTS_*
  * FREED    | has freed the model, with the shards as they were     | like IDLE
  *
  * event                   | from     | to                                       | then waits until
@@ -61,10 +61,10 @@ typedef enum zs_reader_state {
 /* The state in a word. */
 zs_reader_state zs_word_state(uint64_t word);
 
-/* How many training forwards the rank has begun since its last backward; for messages. */
+/* Number of training forwards since the rank's last backward; for messages. */
 uint64_t zs_word_trains(uint64_t word);
 
-/* How many writes it has done since then; for messages. */
+/* Number of writes since then; for messages. */
 uint64_t zs_word_version(uint64_t word);
 
 /* Had the parameters changed since the last known write when this pass began? */
@@ -87,7 +87,7 @@ uint64_t zs_word_enter(uint64_t word);
 /* The pass in which `word` reads has ended. */
 uint64_t zs_word_leave(uint64_t word);
 
-/* Whatever `word` wanted or did is abandoned; its counts stay, so that no rank waits for what has already begun. */
+/* `word` without its pass, which is abandoned; its counts stay, so that no rank waits for passes that have begun. */
 uint64_t zs_word_stop(uint64_t word);
 
 /* The model is freed. */

@@ -1,6 +1,6 @@
 """Make zshard treat models on the CPU as models on a GPU if ZSHARD_CUDA_ON_HOST=1.
 
-zshard calls three functions of its own for the device of a model on the CPU, the GPU's identity,
+zshard calls three of its functions for the device of a model on the CPU, the GPU's identity,
 and the transport for a device; this file replaces them. They read the environment when they are
 called, so a process may set it after it has started.
 """
