@@ -185,8 +185,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         deterministic: "any-world": the same bits for any number of ranks, transport and strategy.
             A step is `micro_batches` forwards and backwards of all ranks together, whose gradients
             zshard adds in a fixed order and divides by their number; see micro_batches() and
-            docs/fault_tolerance.md#any-number-of-ranks. Float32 or float64 parameters on CPUs. Default: None, the bits of DDP
-            with as many ranks.
+            docs/fault_tolerance.md#any-number-of-ranks. Float32 or float64 parameters on CPUs.
+            Default: None, the bits of DDP with the same number of ranks.
         micro_batches: how many that are; at least as many as ranks. Default: None.
 
     Compatibility with FSDP1, whose positional order of arguments this signature keeps, and DDP:

@@ -86,7 +86,7 @@ RAISED = {  # a limit that rose since 2026-11-29: why
     "core: checkpoint": "60 lines: a progress bar of long saves, loads and exports",
     "extras: extras/weights": "5 lines: likewise",
     "extras: extras/per_host": "2 lines: likewise",
-    "extras: extras/checkpoint_cli": "8 lines: likewise",
+    "extras: extras/checkpoint_cli": "8 lines: likewise; 11: an export names its dtype in config.json, or says that there is none",
     "core: wrap": "12 lines: one exchange for the values of all units; 9: zshard.uninitialized gives values to what no checkpoint has",
     "core: units": "Entry, and who may read or write at a moment, of which seven modules asked parts",
     "core: state": "load_state_dict() of optimizers does itself what torch's was disguised for",
