@@ -25,6 +25,7 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
     not logged: that would call the handler again."""
 
     _rank = 0
+    _complaint = ""
     _within = threading.local()
 
     def process(self, msg: Any, kwargs: Any) -> tuple[str, Any]:
@@ -60,8 +61,11 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
         try:
             call(*args, **kwargs)
         except Exception as error:
-            with contextlib.suppress(Exception):  # stderr may be closed
-                print(f"zshard: a handler of the log raised {error!r}", file=sys.stderr)
+            text, before = f"zshard: a handler of the log raised {error!r}", self._complaint
+            self._complaint = text
+            if text != before:
+                with contextlib.suppress(Exception):  # stderr may be closed
+                    print(text, file=sys.stderr)
         finally:
             self._within.is_busy = False
 

@@ -6,8 +6,8 @@ described where it is defined; tests/project/test_ratchets.py counts them.
 # fmt: off
 from zshard._core import (
     Comm, DivergenceError, File, KeptStep, PeerError, PeerTimeoutError, Unit, average, build,
-    expect_norms, finite, has_held_units, keeps_memory, kept_place, log_forget, log_level, machine, shared_rows,
-    shares_state, trace_start, trace_stop,
+    expect_norms, finite, has_held_units, keeps_memory, kept_place, log_forget, log_level, machine,
+    shared_rows, shares_state, trace_start, trace_stop,
 )
 from zshard._errors import CheckpointError, did_you_mean, warn
 from zshard._log import drain, log

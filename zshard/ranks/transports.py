@@ -187,7 +187,7 @@ def comm_for(
         comm = entry.comm
         log.common(
             comm.rank,
-            "transport %s between %d ranks: %s; a wait may take %g s, as %s says",
+            "transport %s between %d ranks: %s; timeout %g s, from %s",
             *(comm.transport, comm.world),
             *("asked for" if wanted == comm.transport else _WHY[comm.transport], limit),
             "the process group" if seconds is None else "timeout= or ZSHARD_TIMEOUT",
