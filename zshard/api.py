@@ -10,7 +10,7 @@ from zshard._core import (
     shared_rows, shares_state, trace_start, trace_stop,
 )
 from zshard._errors import CheckpointError, did_you_mean, warn
-from zshard._log import drain, log
+from zshard._logger import drain, log
 from zshard._removed import removal
 from zshard._version import __version__
 from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable

@@ -15,7 +15,7 @@ from logging import INFO
 from types import ModuleType
 from typing import Any
 
-from zshard._log import log
+from zshard._logger import log
 
 _OF_LIBRARY = {
     "bitsandbytes": "zshard.integrations.bitsandbytes",

@@ -96,7 +96,7 @@ void zs_py_drain_log(void)
     PyObject *type, *value, *trace;
     if (!zs_log_waits()) return;
     PyErr_Fetch(&type, &value, &trace);
-    PyObject *module = PyImport_ImportModule("zshard._log");
+    PyObject *module = PyImport_ImportModule("zshard._logger");
     PyObject *done = module != NULL ? PyObject_CallMethod(module, "drain", NULL) : NULL;
     Py_XDECREF(module);
     Py_XDECREF(done);

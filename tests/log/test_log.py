@@ -199,14 +199,14 @@ def test_lost_records_are_counted():
     with torch.no_grad():
         for _ in range(1500):
             model(torch.ones(2, 8))
-    _core.log_records() if dist.get_rank() else zshard._log.drain()
+    _core.log_records() if dist.get_rank() else zshard._logger.drain()
     assert heard.has(r"rank 0: the log has lost \d+ records") or dist.get_rank()
 
 
 @on_ranks(2, fresh=True)
 def test_an_error_drains():
     heard = listen()
-    model, optimizer = sharded()
+    model, _ = sharded()
     if dist.get_rank() == 1:
         time.sleep(LATE)
         os._exit(0)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard._log import timed
+from zshard._logger import timed
 from zshard.checkpoint.checkpoint import Averages, Checkpoint, is_extra_state, older_than
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard._log import timed
+from zshard._logger import timed
 from zshard.checkpoint.checkpoint import Averages
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target

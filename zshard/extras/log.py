@@ -84,23 +84,23 @@ def _process() -> str:
 
 
 def _plan(model: nn.Module, root: State) -> Iterator[str]:
-    """Yield lines: units that are alike share one."""
+    """Yield lines: equal units share one."""
     states = [state for _, state in units_of(model)]
-    alike: dict[tuple[object, ...], list[str]] = {}
+    equal: dict[tuple[object, ...], list[str]] = {}
     for state in states:
         unit = state.unit
         sizes = unit.bytes
         key = sizes["full"], sizes["shard"], unit.n_params, unit.strategy
-        alike.setdefault(key, []).append(unit.name or "(root)")
+        equal.setdefault(key, []).append(unit.name or "(root)")
     yield f"plan of {type(model).__name__}: {len(states)} units, {_transports(root)}"
-    for (full, shard, count, strategy), names in list(alike.items())[:_ROWS]:
+    for (full, shard, count, strategy), names in list(equal.items())[:_ROWS]:
         named = f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}'"
         yield (
             f"  {len(names)} x {named}: {count} parameters, {full:,} bytes, {shard:,} on this "
             f"rank, {strategy}"
         )
-    if len(alike) > _ROWS:
-        yield f"  and units of {len(alike) - _ROWS} other kinds"
+    if len(equal) > _ROWS:
+        yield f"  and units of {len(equal) - _ROWS} other kinds"
     yield f"memory of a step as planned, MiB: {_by_part(root.unit.engine.predict(False))}"
 
 

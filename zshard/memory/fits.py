@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._log import log
+from zshard._logger import log
 from zshard.memory.dry_run import DryRun, World, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, divided, left_on_host, room_of_mappings
 from zshard.ranks.agreement import warn_on_rank_0

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._log import log
+from zshard._logger import log
 from zshard.memory.dry_run import size_in_group
 from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard._log import log
+from zshard._logger import log
 from zshard.guard.outside import refuse_wrappers_around
 from zshard.memory.fits import check_fits
 from zshard.memory.spare import Spare, watch_first_steps

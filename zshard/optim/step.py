@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
-from zshard._log import log
+from zshard._logger import log
 from zshard.guard.whole_values import full_numel
 from zshard.optim.sharded_state import SCALES, zeros_side_by_side
 

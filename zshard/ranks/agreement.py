@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 
 from zshard import _core
 from zshard._errors import CheckpointError, warn
-from zshard._log import drain
+from zshard._logger import drain
 
 Fact = tuple[str, str]  # (subject, value)
 

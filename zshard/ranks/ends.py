@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from zshard._log import log
+from zshard._logger import log
 
 
 @dataclass

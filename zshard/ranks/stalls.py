@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zshard import _core
-from zshard._log import drain
+from zshard._logger import drain
 from zshard.ranks import where
 
 _EVERY = 0.5  # seconds between two looks

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from zshard import _core
 from zshard._errors import check_choice
-from zshard._log import log
+from zshard._logger import log
 from zshard.ranks import ends, meeting
 from zshard.ranks.agreement import gather_objects, on_all_ranks, warn_together
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
