@@ -114,7 +114,10 @@ static void log_range(const zs_profile *range)
 {
     const char *name = range->name + strlen("zshard::");
     int64_t took = range->ended - range->begun;
-    zs_log(range->waits && took > slow ? ZS_LOG_INFO : ZS_LOG_DEBUG, "%s: %.1f ms", name, (double)took / 1e6);
+    if (range->waits && took > slow)
+        zs_log(ZS_LOG_INFO, "%s: %.1f s", name, (double)took / 1e9);
+    else
+        zs_log(ZS_LOG_DEBUG, "%s: %.1f ms", name, (double)took / 1e6);
 }
 
 void zs_profile_end(zs_profile *range)

@@ -74,7 +74,7 @@ static PyObject *log_records(PyObject *module, PyObject *unused)
     PyObject *list = PyList_New(0);
     zs_log_record record;
     size_t lost;
-    while (list != NULL && zs_log_waits() && zs_log_take(&record, &lost)) {
+    for (int n = 0; list != NULL && n < ZS_LOG_RECORDS && zs_log_waits() && zs_log_take(&record, &lost); n++) {
         zs_log_record missing = {.time = record.time, .thread = record.thread};
         snprintf(missing.text, sizeof missing.text, "the log has lost %zu records", lost);
         if ((lost > 0 && append_record(list, ZS_LOG_INFO, &missing) < 0) ||

@@ -64,7 +64,7 @@ class Spare:
             least = -engine.max_over_ranks([-float(self._left(module))])[0]
         engine.keep_gathered(int(least * 0.9))  # the rest is for longer batches
         rank = state_of(module).comms.all.rank
-        log.common(rank, "keep_gathered: %s bytes stay gathered", engine.gathered()[0])
+        log.common(rank, "keep_gathered: %s bytes stay gathered", f"{engine.gathered()[0]:,}")
 
     def _left(self, module: nn.Module) -> int:
         """Return the bytes that this rank has never used, and has not promised to other models."""

@@ -45,7 +45,8 @@ def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> Non
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if is_reported():
-            _end.failed, _end.text = True, f"{kind.__name__}: {value}"
+            text = f"{kind.__name__}: {value}".encode(errors="replace").decode()
+            _end.failed, _end.text = True, text
             log.info("an exception ends this rank: %s", _end.text)
             on_failure(_end.text)
         previous(kind, value, trace)

@@ -184,12 +184,12 @@ def comm_for(
         entry.names.add(entry.comm.transport)  # "auto": the explicit name means the same now
         if all(each.comm.transport == wanted for each in automatic):
             entry.names.add("auto")
-        comm = entry.comm
+        comm, kind = entry.comm, entry.comm.transport.removesuffix("_gpu")
         log.common(
             comm.rank,
             "transport %s between %d ranks: %s; timeout %g s, from %s",
             *(comm.transport, comm.world),
-            *("asked for" if wanted == comm.transport else _WHY[comm.transport], limit),
+            *("asked for" if wanted == kind else _WHY[kind], limit),
             "the process group" if seconds is None else "timeout= or ZSHARD_TIMEOUT",
         )
     return entry.comm
