@@ -19,14 +19,14 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_251, 18_518),
+    "core": (12_252, 18_519),
     "core: (modules)": (1_373, 2_206),
     "core: checkpoint": (2_224, 3_243),
     "core: guard": (1_070, 1_562),
     "core: memory": (633, 972),
     "core: model": (1_109, 1_825),
     "core: optim": (1_601, 2_299),
-    "core: ranks": (1_243, 1_894),
+    "core: ranks": (1_244, 1_895),
     "core: state": (1_280, 1_842),
     "core: units": (748, 1_233),
     "core: wrap": (970, 1_442),
@@ -76,7 +76,7 @@ COUNTS = {  # exactly
     "text_lines": 2_488,
     "weak_dictionaries": 7,
 }
-C_LINES = 44_098
+C_LINES = 44_101
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "core: optim": "an optimizer's state once its model was freed: 6 lines; 4: the log",
@@ -84,7 +84,7 @@ RAISED = {  # a limit that rose since 2026-11-29: why
     "core: (modules)": "100: the log, which the core writes to",
     "core: checkpoint": "10: likewise",
     "core: guard": "the one way to full values is here; state/, model/ and extras/weights had theirs",
-    "core: ranks": "3 lines: groups and wires make themselves; 133: ranks of different hosts connect without gloo; 27: the log",
+    "core: ranks": "3 lines: groups and wires make themselves; 133: ranks of different hosts connect without gloo; 28: the log",
     "core: model": "14 lines: one exchange for the values of all units; 2: the log",
     "core: wrap": "12 lines: likewise",
     "core: units": "Entry, and who may read or write at a moment, of which seven modules asked parts",
