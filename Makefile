@@ -91,7 +91,7 @@ build: $(VENV)/.zshard ## compile what changed, in place (CUDA=1: with the CUDA 
 	@$(PY) setup.py -q build_ext --inplace
 
 wheel: build ## a wheel in dist/ for this Python and torch: pip install it where there is no compiler (CUDA=1: with kernels)
-	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	ZSHARD_LOCAL_VERSION=1 $(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
 # Both run in another build, below a preloaded runtime: tests/lib/sanitized.py says how.
 sanitize: build $(VENV)/.test ## the tests with AddressSanitizer and UndefinedBehaviorSanitizer (TESTS=...)

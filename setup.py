@@ -6,6 +6,7 @@ costs 20 s and a gigabyte. CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual, and
     ZSHARD_DEBUG=1, ZSHARD_SANITIZE=1    other builds; their objects lie apart
     ZSHARD_WERROR=1    warnings are errors, as in CI: a newer compiler must not break users' builds
     ZSHARD_CUDA=1, 0   compile the CUDA kernels, which takes minutes, or not (tools/cuda_image.py)
+    ZSHARD_LOCAL_VERSION=1    put torch into the version of a wheel: 0.1.0+torch2.13
 """
 
 import importlib.util
@@ -154,12 +155,15 @@ class BuildCore(build_ext):
 if __name__ == "__main__":
     minor = ".".join(find_torch()[1].split(".")[:2])
     version = runpy.run_path("zshard/_version.py")["__version__"]
+    # A wheel is for one minor version of torch, whose C++ interface changes with it. Only wheels of
+    # zshard's own index have that in their version: pip expects the sdist's of what it builds.
+    needs = "torch>=2.11" if "sdist" in sys.argv else f"torch=={minor}.*"
+    local = f"+torch{minor}" if os.environ.get("ZSHARD_LOCAL_VERSION") == "1" else ""
     sources = sorted(Path("csrc").rglob("*.c*"))
     with tempfile.TemporaryDirectory() as scratch:  # not build/lib, which has what others built
         setup(
-            # A wheel is for one minor version of torch, whose C++ interface changes with it.
-            version=version if "sdist" in sys.argv else f"{version}+torch{minor}",
-            install_requires=[f"torch=={minor}.*"],
+            version=version if "sdist" in sys.argv else f"{version}{local}",
+            install_requires=[needs],
             ext_modules=[Extension("zshard._core", list(map(str, sources)))],
             cmdclass={"build_ext": BuildCore},
             options={"build": {"build_lib": scratch}},

@@ -171,14 +171,20 @@ NEEDED = (*NUMBERS, "strategy", "gpu")
 FEW, WORST = 5, 10
 """Rows of a source whose median says something, and of the table of largest errors."""
 
-HEAD = """# The planner beside published runs
+HEAD = """# The planner's accuracy
 
-`python -m benchmarks.predictions --runs RUNS.csv` predicts runs that others published. This page is
-its result for {rows} rows of {sources} sources that state what a prediction needs. Each device has
-one set of constants, fitted to its rows; no source and no row has constants of its own. Where a row
-does not state the network, the device's usual one is assumed. Tokens per second or seconds are
-compared, never TFLOP/s, which sources count in different ways. The file says where its rows come
-from; write one with the same columns to compare runs of your own.
+This page compares the predictions of `zshard.plan()` with {rows} published training results from
+{sources} sources. Results that do not state what a prediction needs are [excluded](#excluded-rows).
+
+- **Constants.** Each device has one set of constants, which was fitted to the rows below. No source
+  and no row has constants of its own.
+- **Network.** If a row does not state the network, the device's usual network is assumed.
+- **Units.** Tokens per second or seconds are compared, never TFLOP/s, which sources count
+  differently.
+
+`python -m benchmarks.predictions --runs RUNS.csv` writes this page. The file, which names the
+source of each row, is not part of the repository. To compare your own runs, write a file with the
+same columns.
 """
 
 
@@ -364,7 +370,7 @@ def page(found: Sequence[Compared], left: Sequence[tuple[str, str]]) -> Iterator
                 yield from _tables(chosen)
             if chosen and (what, apart) == ("speed", False):
                 yield from _worst(chosen)
-    yield "## Rows left out\n\n| rows | why |\n| --- | --- |"
+    yield "## Excluded rows\n\n| rows | reason |\n| --- | --- |"
     reasons = collections.Counter(reason for _, reason in left)
     yield from (f"| {count} | {reason} |" for reason, count in reasons.most_common())
 
@@ -373,18 +379,18 @@ def _tables(chosen: Sequence[Compared]) -> Iterator[str]:
     for key in ("source", "device"):
         groups = medians(chosen, key)
         errors = [error for n, error in groups.values() if n >= FEW]
-        yield f"| {key} | rows | median of absolute errors |\n| --- | --- | --- |"
+        yield f"| {key} | rows | median absolute error |\n| --- | --- | --- |"
         for name, (n, error) in sorted(groups.items(), key=lambda item: -item[1][0]):
             yield f"| {name} | {n} | {error:.1%} |"
         if errors:
-            words = f"median of those with {FEW} rows or more"
+            words = f"median of {key}s with at least {FEW} rows"
             yield f"| **{words}** | | **{statistics.median(errors):.1%}** |"
         yield ""
 
 
 def _worst(chosen: Sequence[Compared]) -> Iterator[str]:
-    yield f"The {WORST} largest errors. Where the GPUs' memory is nearly full, torch's allocator"
-    yield "frees and allocates anew in each step, which is not predicted:\n"
+    yield f"The {WORST} largest errors. The planner does not model PyTorch's allocator, which frees"
+    yield "and reallocates memory in each step when a GPU is nearly full:\n"
     yield "| row | device | predicted | published | error |"
     yield "| --- | --- | --- | --- | --- |"
     for each in sorted(chosen, key=lambda each: -abs(each.error))[:WORST]:

@@ -13,7 +13,7 @@ import resource
 import sys
 import threading
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -130,7 +130,7 @@ def surroundings() -> dict[str, Any]:
     """Date, machine and versions, for the JSON file."""
     packages = ("torch", "zshard")
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),

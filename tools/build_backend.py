@@ -12,7 +12,7 @@ SETUPTOOLS = 77  # the first to read `license = "Apache-2.0"`
 NO_TORCH = f"""\
 error: zshard must be compiled against the torch it will run with, and this build sees no torch.
 By default, pip and build hide installed packages from a build. Pass the flag that shows them:
-    pip install --no-build-isolation .
+    pip install --no-build-isolation .         # in a clone; elsewhere, `zshard` in place of the dot
     python -m build --no-isolation
 If torch is not installed yet, install it first: pip install torch
 (This build ran {sys.executable}.)"""

@@ -1,4 +1,6 @@
-"""python -m zshard run: start a script on several ranks (extras/run/launch.py).
+"""The command line, `zshard` or `python -m zshard`:
+
+python -m zshard run: start a script on several ranks (extras/run/launch.py).
 python -m zshard doctor [--json]: what is available, what zshard will use, and how to get the rest.
 python -m zshard plan: memory and speed on GPUs that need not be there (extras/planner/command.py).
 python -m zshard ckpt: checkpoints (extras/checkpoint_cli.py).
@@ -16,6 +18,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 from zshard.api import __version__
 from zshard.extras import checkpoint_cli as cli
@@ -38,9 +41,10 @@ def main() -> int:
 
 
 def _run() -> int:
+    program = "zshard" if Path(sys.argv[0]).name == "zshard" else "python -m zshard"
     if sys.argv[1:2] == ["run"]:  # run takes torchrun's options after its own
-        return launch.main(sys.argv[2:])
-    parser = argparse.ArgumentParser(prog="python -m zshard")
+        return launch.main(sys.argv[2:], f"{program} run")
+    parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--version", action="version", version=f"zshard {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("run", help=launch.HELP)

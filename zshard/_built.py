@@ -1,4 +1,4 @@
-"""What the build notes beside the extension. setup.py runs this file, too, without torch."""
+"""The build's note next to the extension. setup.py also runs this file, without torch."""
 
 from __future__ import annotations
 

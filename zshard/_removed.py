@@ -24,7 +24,8 @@ ELSEWHERE = {
     "runtime": "the sections of the config, such as 'scheduler'",
     "utils": "zshard.full_tensor(p).float() for safe_get_full_fp32_param(p)",
 }
-"""What scripts written for another library look for in it, which torch has, or zshard elsewhere."""
+"""Names that scripts for other libraries look for in zshard, and that torch or zshard has
+elsewhere."""
 
 
 def removal(name: str) -> str | None:

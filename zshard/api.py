@@ -1,4 +1,4 @@
-"""What integrations and extras take from the core: they import nothing else of it. A name is
+"""The core's interface for integrations and extras, which import nothing else of it. A name is
 described where it is defined; tests/project/test_ratchets.py counts them.
 """
 

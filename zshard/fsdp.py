@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -48,9 +48,6 @@ from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, OnNonfinite, is_unit, modules_of, state_of
 from zshard.upper import import_upper
 from zshard.wrap import plan_units
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -372,7 +369,7 @@ ARGUMENTS = frozenset(inspect.signature(FSDP.__new__).parameters) - {"cls", "mod
 if TYPE_CHECKING:
 
     class Wrapped(FSDP, Generic[_M], Any):  # type: ignore[misc]
-        """What FSDP(module) returns, for type checkers: a module of class _M with FSDP's methods.
+        """The type of FSDP(module) for type checkers: a module of class _M with FSDP's methods.
 
         Python's type system has no intersection types. The base Any comes close: the result has
         FSDP's typed methods, accepts any attribute that _M may have, and passes as an _M.

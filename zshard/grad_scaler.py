@@ -59,7 +59,9 @@ def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None =
     _torchs_update(self, new_scale)
     after = self.get_scale() if engines else 0.0
     factor = after / before if before else 0.0
-    for engine in engines if after != before else ():  # what wire=... carries over is scaled, too
+    for engine in (
+        engines if after != before else ()
+    ):  # the residuals of wire=... are scaled as well
         engine.rescale(factor)
 
 

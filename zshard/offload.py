@@ -16,7 +16,7 @@ from zshard.ranks.devices import CPU
 
 @dataclass(frozen=True)
 class Offload:
-    """What to offload, and where to: FSDP(model, offload=zshard.Offload(...)).
+    """Chooses what to offload, and where to: FSDP(model, offload=zshard.Offload(...)).
 
     Args:
         params: offload parameters: this rank's shards and their low-precision copies.

@@ -305,5 +305,5 @@ def _map_container(change: Callable[[Tensor], Tensor], tree: Any, results: dict[
         if is_dict:
             result[key] = changed
         else:
-            object.__setattr__(result, key, changed)  # works for frozen ones, too
+            object.__setattr__(result, key, changed)  # works for frozen ones as well
     return result

@@ -1,4 +1,4 @@
-"""What is sharded, and for how long: the values of `strategy`.
+"""Strategies, the values of `strategy`: which tensors are sharded, and for how long.
 
 A strategy has one name, given as a string or as a `zshard.ShardingStrategy`.
 """
@@ -10,7 +10,7 @@ import enum
 from zshard._errors import did_you_mean
 
 
-class ShardingStrategy(str, enum.Enum):
+class ShardingStrategy(enum.StrEnum):
     """Sharding strategies. FSDP also accepts each as its string value ("full_shard", ...), or the
     name in parentheses.
 

@@ -1,4 +1,4 @@
-"""What stands on the core and has to be there when a model is sharded or loaded: integrations whose
+"""Imports the features that must be there when a model is sharded or loaded: integrations whose
 libraries the script has imported, extras that an environment variable, an argument, a method or
 a path asks for.
 

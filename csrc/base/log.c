@@ -1,11 +1,12 @@
 /* log.c - see log.h. */
-#define _GNU_SOURCE /* gettid */
+#define _GNU_SOURCE /* syscall */
 #include "base/log.h"
 
 #include <sched.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -28,6 +29,13 @@ static void unlock(void)
     atomic_flag_clear_explicit(&locked, memory_order_release);
 }
 
+int32_t zs_own_thread(void)
+{
+    static _Thread_local int32_t number;
+    if (number == 0) number = (int32_t)syscall(SYS_gettid); /* gettid() needs glibc 2.30 */
+    return number;
+}
+
 void zs_log_set_level(int level)
 {
     atomic_store_explicit(&least, level, memory_order_relaxed);
@@ -46,7 +54,7 @@ bool zs_log_waits(void)
 void zs_log(int level, const char *format, ...)
 {
     if (!zs_log_keeps(level)) return;
-    zs_log_record record = {.level = level, .thread = gettid()};
+    zs_log_record record = {.level = level, .thread = zs_own_thread()};
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     record.time = now.tv_sec * 1000000000LL + now.tv_nsec;

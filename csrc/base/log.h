@@ -17,9 +17,12 @@ enum { ZS_LOG_TEXT = 512, ZS_LOG_RECORDS = 4096 }; /* bytes of a text with its 0
 typedef struct zs_log_record {
     int64_t time; /* of day, in nanoseconds */
     int level;
-    int32_t thread; /* as the kernel numbers them */
+    int32_t thread; /* zs_own_thread() */
     char text[ZS_LOG_TEXT];
 } zs_log_record;
+
+/* The number that the kernel gives this thread. */
+int32_t zs_own_thread(void);
 
 /* Records from this level on are kept. */
 void zs_log_set_level(int level);

@@ -1,5 +1,4 @@
 /* profile.c - see profile.h. */
-#define _GNU_SOURCE /* gettid */
 #include "base/profile.h"
 
 #include "base/clock.h"
@@ -10,7 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 enum { NAME = 256, MOST = 2000000 /* ranges of a trace: about 200 MB */ };
 
@@ -38,13 +36,6 @@ bool zs_profile_shows_waits(void)
     return zs_profile_trace() != 0 || zs_log_keeps(ZS_LOG_INFO) || observer() != NULL;
 }
 
-static int32_t own_thread(void)
-{
-    static _Thread_local int32_t number;
-    if (number == 0) number = gettid();
-    return number;
-}
-
 /* --- ranges ------------------------------------------------------------------------------------------------------- */
 
 /* A range that a profiler misses must not end a training run. NULL: no memory. */
@@ -53,7 +44,7 @@ static zs_profile *begin(const zs_profiler *by, unsigned trace, const char *name
     size_t size = strlen(name) + 1;
     zs_profile *range = malloc(sizeof *range + size);
     if (range == NULL) return NULL;
-    *range = (zs_profile){.observed = by != NULL ? by->begin(name) : NULL, .trace = trace, .thread = own_thread()};
+    *range = (zs_profile){.observed = by != NULL ? by->begin(name) : NULL, .trace = trace, .thread = zs_own_thread()};
     memcpy(range->name, name, size);
     range->begun = zs_clock_ns();
     return range;

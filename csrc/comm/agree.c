@@ -186,7 +186,7 @@ zs_turn zs_turn_to_send(const zs_comm *comm, const zs_turn *turn)
 static void exchange_texts(zs_comm *comm, const zs_turn *turn)
 {
     zs_diagnostics *others = calloc((size_t)comm->world, sizeof *others);
-    zs_status status = others == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done") : ZS_OK;
+    zs_status status = others == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' histories") : ZS_OK;
     zs_comm_look(comm);
     ZS_THEN(status, comm->turns->ops->exchange_texts(comm, turn, others));
     if (status != ZS_OK) {

@@ -104,7 +104,7 @@ static zs_status learn(zs_comm *comm)
     int peer = comm->rank == 0 ? comm->world - 1 : 0;
     if (zs_comm_published(comm, peer, ZS_ON_SETTINGS) != NULL) return ZS_OK; /* so do all ranks */
     zs_diagnostics *others = calloc((size_t)comm->world, sizeof *others);
-    if (others == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done");
+    if (others == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' histories");
     zs_comm_look(comm);
     zs_status status = zs_comm_exchange(comm, &comm->texts, sizeof *others, others);
     if (status == ZS_OK)
@@ -319,7 +319,7 @@ static zs_status fail(zs_comm *comm, const difference *d)
     zs_comm_failures(comm, failures, sizeof failures);
     comm->apart = true;
     /* Counts of reads do not say who reads: until a barrier, one rank's read alone looks like a read by all ranks. */
-    const char *after = d->looks ? "; and put torch.distributed.barrier() behind what one rank runs alone" : "";
+    const char *after = d->looks ? "; and call torch.distributed.barrier() after code that one rank runs alone" : "";
     zs_status status =
         ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s%s", clause, failures, remedy(d), after);
     return comm->ended ? status : zs_comm_locate(comm, status);

@@ -44,8 +44,8 @@ zs_status zs_comm_hold(zs_comm *comm)
     if (atomic_load(&comm->user) != call && !atomic_compare_exchange_strong(&comm->user, &none, call))
         return ZS_FAIL(
             ZS_ERR_STATE,
-            "two threads of rank %d communicate with the same ranks over transport '%s' at a time, and other "
-            "ranks may do so in another order; use models from one thread, or pass each model a process_group= "
+            "two threads of rank %d communicate with the same ranks over transport '%s' at the same time, and "
+            "other ranks may do so in another order; use models from one thread, or pass each model a process_group= "
             "of its own",
             comm->rank, comm->ops->name);
     comm->entered++;

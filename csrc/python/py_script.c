@@ -1,12 +1,9 @@
 /* py_script.c - where a script is, for messages: its call, its line, its pass; and how a rank that cannot continue
  * exits. */
-#define _GNU_SOURCE 1 /* gettid */
 #include "comm/script.h"
 #include "comm/where.h"
 #include "engine/engine.h"
 #include "python/py_util.h"
-
-#include <unistd.h>
 
 static PyObject *begin_call(PyObject *module, PyObject *name)
 {
@@ -109,7 +106,7 @@ static PyMethodDef methods[] = {
 
 int zs_py_script_init(PyObject *module)
 {
-    if (getpid() == gettid()) zs_call_watch();
+    if (zs_py_on_main_thread()) zs_call_watch();
     zs_script_on_look(look);
     return PyModule_AddFunctions(module, methods);
 }

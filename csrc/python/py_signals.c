@@ -4,13 +4,14 @@
  * that waits here. So SIGINT's handler in C is wrapped once: ours counts and calls Python's. A wait on another
  * thread that sees the count grow fails; then the main thread leaves torch, and Python raises KeyboardInterrupt
  * itself. A handler of the script may want the backward to end normally, so it sees the signal only afterwards. */
-#define _GNU_SOURCE 1 /* gettid */
+#define _GNU_SOURCE 1 /* syscall */
 #include "python/py_util.h"
 
 #include "shim/tensor.h"
 
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 typedef void handler(int);
@@ -57,6 +58,12 @@ void zs_py_signals_seen(void)
     atomic_store(&seen, atomic_load(&pressed));
 }
 
+/* gettid() needs glibc 2.30, and wheels are for older ones. */
+bool zs_py_on_main_thread(void)
+{
+    return getpid() == (pid_t)syscall(SYS_gettid);
+}
+
 /* Was it pressed since the last forward? Python has raised for earlier ones. */
 static bool pressed_meanwhile(void)
 {
@@ -78,7 +85,7 @@ static bool handle_signals(void)
 /* For other threads than the main one; those that run no backward, such as one that saves, continue. */
 static bool was_pressed(void)
 {
-    if (getpid() == gettid() || !zs_in_backward()) return false;
+    if (zs_py_on_main_thread() || !zs_in_backward()) return false;
     zs_py_signals_watch();
     return pressed_meanwhile() && raises();
 }

@@ -55,6 +55,9 @@ int zs_py_files_init(PyObject *module);
 int zs_py_script_init(PyObject *module);
 int zs_py_trace_init(PyObject *module);
 
+/* Is this Python's main thread? */
+bool zs_py_on_main_thread(void);
+
 /* Called by waits, which run without the GIL: has Ctrl-C been pressed? On the main thread this sets its exception. */
 bool zs_py_interrupted(void);
 

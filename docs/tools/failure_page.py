@@ -25,41 +25,41 @@ Results = Mapping[tuple[str, str], dict[str, Any]]
 SECTIONS = {
     "W": "Models",
     "S": "Steps",
-    "R": "What one rank does alone",
-    "C": "Calls that do not match",
+    "R": "Actions of one rank alone",
+    "C": "Mismatched collective calls",
     "E": "Processes",
     "V": "Saves",
     "L": "Loads",
-    "F": "Seen in the field",
-    "X": "Hostile files",
+    "F": "Seen in practice",
+    "X": "Malicious and malformed files",
     "N": "Long runs and threads",
 }
 KINDS = {
     "correct": "correct",
-    "named": "an error at once that names the rank, the parameter or the file",
-    "error": "another error at once",
+    "named": "an immediate error that names the rank, the parameter or the file",
+    "error": "another immediate error",
     "timeout": "an error after the timeout",
     "crash": "a crash (SIGABRT, SIGSEGV)",
     "hang": "a hang beyond the timeout",
     "silent": "**silent: a wrong result without an error**",
 }
-HEAD = """# What fails, and how
+HEAD = """# Failure matrix
 
-Each row is a fault that is injected for real: a process is killed, a file is cut, a batch is
-missing. The same short script runs under DDP, FSDP2 and zshard with two ranks over gloo, in fresh
-processes; a test of zshard injects the fault in more places, strategies and transports.
-`python tests/acceptance/matrix.py` runs the scripts, `docs/tools/failure_page.py` writes this page.
-Measured on {date} with torch {torch}, on CPUs.
+See how DDP, FSDP2 and zshard react to common faults. Each fault is injected for real: a process is
+killed, a file is truncated, a batch is missing. The same short script runs under all three with two
+ranks over gloo, in fresh processes. Tests of zshard inject the fault in more places and under more
+strategies and transports. Measured on {date} with torch {torch}, on CPUs.
+`python tests/acceptance/matrix.py` runs the scripts; `docs/tools/failure_page.py` writes this page.
 
-- **correct**: the result equals that of the plain model on all batches, or what was saved.
-- **silent**: no rank raises an error or exits with one, and the result is wrong.
+- **correct**: the result equals that of the plain model on all batches, or the saved values.
+- **silent**: the result is wrong, and no rank raises an error or exits with a nonzero status.
 - An exception, with the seconds from the fault to the error on the last rank. *named*: its message
-  names what matters here, such as the rank, the parameter or the file.
-- **timeout**: only the timeout ended the wait, here {timeout:g} s; torch's default is 30 minutes.
+  names the cause, such as the rank, the parameter or the file.
+- **timeout**: only the timeout ended the wait, here {timeout:g} s; PyTorch's default is 30 minutes.
 - **SIGABRT**, **SIGSEGV**: a process crashed.
-- *by test*: a test alone injects it. "-": the library has no counterpart.
+- *by test*: only a test of zshard injects the fault. "-": the library has no equivalent.
 
-DDP and FSDP2 run with their defaults. DDP saves by `torch.save` on rank 0, FSDP2 by
+DDP and FSDP2 run with their defaults. DDP saves with `torch.save` on rank 0, FSDP2 with
 `torch.distributed.checkpoint`.
 """
 
@@ -103,7 +103,7 @@ def page(results: Results, record: Mapping[str, Any]) -> Iterator[str]:
     yield from totals(results)
     for letter, title in SECTIONS.items():
         yield f"\n## {title}\n"
-        yield "| row | what goes wrong | DDP | FSDP2 | zshard | test |\n|---|---|---|---|---|---|"
+        yield "| row | fault | DDP | FSDP2 | zshard | test |\n|---|---|---|---|---|---|"
         for row in (row for row in ROWS.values() if row.id[0] == letter):
             cells = [row.id, row.fault, *(cell(row, side, results) for side in SIDES)]
             path, _, name = row.test.partition("::")
@@ -113,8 +113,8 @@ def page(results: Results, record: Mapping[str, Any]) -> Iterator[str]:
 
 def totals(results: Results) -> Iterator[str]:
     """The counts of outcomes and the times to an error."""
-    yield "## In numbers\n"
-    yield "| of the rows that ran | DDP | FSDP2 | zshard |\n|---|---|---|---|"
+    yield "## Summary\n"
+    yield "| outcome | DDP | FSDP2 | zshard |\n|---|---|---|---|"
     kinds: dict[str, list[str]] = {side: [] for side in SIDES}
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for (name, side), result in results.items():
@@ -123,11 +123,11 @@ def totals(results: Results) -> Iterator[str]:
             times[side].append(result["seconds"])
     for kind, words in KINDS.items():
         yield f"| {words} | " + " | ".join(str(kinds[side].count(kind)) for side in SIDES) + " |"
-    yield "| rows | " + " | ".join(str(len(kinds[side])) for side in SIDES) + " |"
+    yield "| rows that ran | " + " | ".join(str(len(kinds[side])) for side in SIDES) + " |"
     middle = (f"{statistics.median(times[s]):.2f} s, {max(times[s]):.2f} s" for s in SIDES)
-    yield "| time to an error at once: median, maximum | " + " | ".join(middle) + " |"
+    yield "| time to an immediate error: median, maximum | " + " | ".join(middle) + " |"
     tested = sum(not row.scripts for row in ROWS.values())
-    yield f"\n{tested} more rows are injected by tests of zshard alone."
+    yield f"\nAnother {tested} faults are injected only by zshard's own tests."
 
 
 if __name__ == "__main__":

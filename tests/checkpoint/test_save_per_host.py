@@ -402,7 +402,7 @@ def test_commands_name_what_is_missing(on, tmp_path, command):
 @hosts_of(1, 2)
 def test_documented_block(tmp_path):
     text = Path(__file__).parents[2].joinpath("docs", "checkpoints.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    blocks = re.findall(r"```py\n(.*?)```", text, re.S)
     [block] = [each for each in blocks if "per_host" in each]
     model, optimizer = made()
     names = {"zshard": zshard, "model": model, "optimizer": optimizer, "step": 3}

@@ -97,8 +97,7 @@ def test_set_type_determines_the_state_dicts(transport):
 # --- missing names --------------------------------------------------------------------------------------
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migration.md").read_text()
-ROWS = PAGE.partition("## Names that zshard does not have")[2].partition("\n## ")[0]
+ROWS = (Path(__file__).resolve().parents[2] / "docs" / "torch_names.md").read_text()
 MISSING = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", ROWS, re.MULTILINE)))
 
 
@@ -108,7 +107,7 @@ def test_missing_torch_names_point_to_the_docs():
         for name, model in itertools.product(MISSING, models):
             with row(name, type(model).__name__):
                 assert not hasattr(model, name)
-                with pytest.raises(AttributeError, match=r"docs/migration\.md") as caught:
+                with pytest.raises(AttributeError, match=r"docs/torch_names\.md") as caught:
                     getattr(model, name)
                 assert repr(name) in str(caught.value)
 

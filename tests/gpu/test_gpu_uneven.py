@@ -220,6 +220,9 @@ def evaluates_while_others_wait(backend: str) -> str:
 def test_lone_evaluation_while_others_are_elsewhere(backend: str) -> None:
     said, later = on_fakes(evaluates_while_others_wait, 2, backend, backend=backend)
     assert "rank 1" in said and "not in a zshard collective" in said, said
-    remedy = {"nccl": "NcclOptions(any_order=True)", "c10d": "an evaluation takes all ranks"}
+    remedy = {
+        "nccl": "NcclOptions(any_order=True)",
+        "c10d": "all ranks must take part in an evaluation",
+    }
     assert remedy[backend] in said
     assert "rank 0 timed out after 2.0 s" in later  # that it failed, and why

@@ -30,7 +30,7 @@ from zshard.integrations.deepspeed.ds_config import (
 from zshard.integrations.deepspeed.optimizers import optimizer_of
 from zshard.integrations.deepspeed.schedules import schedule_of
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed_keys.md").read_text()
 
 
 def settings(changes: dict[str, Any], args: Any = None) -> Settings:

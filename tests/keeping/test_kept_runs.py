@@ -1,4 +1,4 @@
-"""`python -m zshard run --keep` of the script of docs/recovery.md: killed, it ends with the loss of
+"""`python -m zshard run --keep` of the script of docs/fault_tolerance.md: killed, it ends with the loss of
 a run that nothing disturbed. tests/run/test_launch.py has the options."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nursery import forked_python, python
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recovery.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "fault_tolerance.md"
 
 
 def run(script: Path, **env: str) -> tuple[str, list[str]]:
@@ -22,7 +22,8 @@ def run(script: Path, **env: str) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 def test_the_script_of_the_page_survives_a_kill(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    (code,) = (block for block in blocks if "zshard.Keep(" in block)
     first = "    loss.backward()\n"
     kill = '    if step == 7 and os.environ.get("KILL") == os.environ["RANK"] + attempt:\n'
     code = code.replace(first, f"{kill}        os.kill(os.getpid(), 9)\n{first}")

@@ -296,4 +296,4 @@ def test_misuse_names_the_remedy():
         assert "`for batch in model.join(loader)`" in message_of(call, TypeError)
     said = message_of(lambda: FSDP.join(make(Stack), []), TypeError)
     assert said == "join() expects a sharded model, got Stack: call FSDP()"
-    assert "docs/migration.md" in message_of(lambda: Join([model]), AttributeError)
+    assert "docs/torch_names.md" in message_of(lambda: Join([model]), AttributeError)

@@ -44,7 +44,7 @@ PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module); }
 
 # Would change the builds below; `make sanitize` sets some of them.
 FLAGS = {"CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "LD_PRELOAD", "PYTHONPATH"} | {
-    *(f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "CUDA", "WERROR")),
+    *(f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "CUDA", "WERROR", "LOCAL_VERSION")),
     *("CUDA", "CUDA_HOME", "CUDA_PATH"),
 }
 

@@ -1,4 +1,4 @@
-"""`python -m zshard`: its version, and commands whose output nothing reads to the end, as `| head`."""
+"""`zshard` and `python -m zshard`: names, version, and commands whose output nothing reads to the end, as `| head`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import runpy
 import signal
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,36 @@ def test_commands_print_their_output(tmp_path: Path) -> None:
     assert where in said("doctor").stdout
     done = said("ckpt inspect saved")
     assert "weight" in done.stdout and done.returncode == 0
+
+
+# --- the script `zshard` --------------------------------------------------------------------------
+
+
+def as_script(name: str, folder: str, *words: str) -> None:
+    """Do as the script that pip makes of an entry point."""
+    os.chdir(folder)
+    sys.argv = [name, *words]
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    entry = tomllib.loads(text)["project"]["scripts"]["zshard"]
+    sys.exit(EntryPoint("zshard", entry, "console_scripts").load()())
+
+
+def test_help_and_errors_name_what_was_called(tmp_path: Path) -> None:
+    for name, program in (("/bin/zshard", "zshard"), ("/x/__main__.py", "python -m zshard")):
+        for words, text in (
+            ("--help", "usage: {} [-h]"),
+            ("run --help", "usage: {} run [-n N]"),
+            ("plan --gpus 1", "{} plan: "),
+            ("ckpt inspect --help", "usage: {} ckpt inspect [-h]"),
+        ):
+            (done,) = fork_ranks(as_script, 1, name, str(tmp_path), *words.split())
+            assert text.format(program) in done.stdout + done.stderr, (name, words)
+
+
+def test_script_starts_ranks_and_runs_in_one(tmp_path: Path) -> None:
+    """Under torchrun a rank's variables are set, which concern `ckpt collect` alone."""
+    (tmp_path / "train.py").write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    (done,) = fork_ranks(as_script, 1, "zshard", str(tmp_path), "run", "-n", "2", "train.py")
+    assert done.returncode == 0 and "rank 0" in done.stdout and "rank 1" in done.stdout
+    for done in fork_ranks(as_script, 2, "zshard", str(tmp_path), "--version"):
+        assert (done.stdout, done.returncode) == (f"zshard {zshard.__version__}\n", 0)

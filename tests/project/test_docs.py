@@ -1,9 +1,8 @@
 """README.md and docs/: code runs, links lead somewhere, claims have tests, first pages stay short.
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
-(docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
-need a GPU. docs/trainers.md needs the trainers: tests/trainers. docs/recovery.md needs a keeper:
-tests/keeping/test_kept_runs.py.)
+(docs/gpus.md needs a GPU. docs/lightning.md and accelerate.md need the trainers: tests/trainers. A
+block with zshard.Keep needs a keeper: tests/keeping/test_kept_runs.py.)
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ PAGES += [
     *sorted((ROOT / "docs" / "contributing").glob("*.md")),
     ROOT / "benchmarks" / "README.md",
 ]
-RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs", "trainers"}
-RUN_ELSEWHERE |= {"recovery"}
+RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "gpus", "lightning", "accelerate"}
 FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools", "docs/tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def blocks(text: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text, re.S)
+    found = re.findall(r"```python\n(.*?)```", text, re.S)
+    return [block for block in found if "zshard.Keep(" not in block]
 
 
 def without_code(text: str) -> str:

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 from test_build import FLAGS
 
@@ -176,7 +176,8 @@ def wheel(source: Path) -> Path:
     (source / "build").mkdir()
     for path in [*objects, *(ROOT / "build").glob("cuda")]:
         (source / "build" / path.name).symlink_to(path)
-    done = run(sys.executable, "-c", BUILD.format("wheel", str(source.parent)), cwd=source)
+    script, local = BUILD.format("wheel", str(source.parent)), {"ZSHARD_LOCAL_VERSION": "1"}
+    done = run(sys.executable, "-c", script, cwd=source, **local)
     assert done.returncode == 0, done.stdout
     return next(source.parent.glob("zshard-*.whl"))
 
@@ -236,6 +237,11 @@ def test_source_distribution_has_all_files_of_the_repository(source: Path) -> No
     assert missing == [".gitignore"]
     with tarfile.open(next(source.parent.glob("zshard-*.tar.gz"))) as file:
         assert [name for name in file.getnames() if name.endswith((".so", ".built"))] == []
+    stated = Parser().parsestr((source / "PKG-INFO").read_text())
+    assert (
+        stated["Version"] == zshard.__version__
+    )  # PyPI takes no other, and pip expects it of the build
+    assert "torch>=2.11" in stated.get_all("Requires-Dist", [])
 
 
 @pytest.mark.thorough
@@ -247,6 +253,7 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
         notes = [file.read(name).decode() for name in names if name.endswith(".built")]
     plain = [line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert plain == [f"torch=={MINOR}.*"]
+    assert any(name.endswith("entry_points.txt") for name in names)
     assert notes == [f"{torch.__version__}\n"]
     assert told["Version"] == f"{zshard.__version__}+torch{MINOR}"
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"

@@ -86,7 +86,7 @@ def test_the_command_prints_the_page_of_a_file(tmp_path, capsys):
         writer.writerows([ROW, {**ROW, "id": "lab-002", "seq": ""}])
     predictions.main(["--runs", str(file)])
     text = capsys.readouterr().out
-    assert "1 rows of 1 sources" in text and "| 1 | not stated: seq |" in text
+    assert "1 published training results" in text and "| 1 | not stated: seq |" in text
     file.write_text("id,speed\nx,3\n")
     for name, says in (("runs.csv", "lacks columns:"), ("nowhere.csv", "No such file")):
         with pytest.raises(SystemExit, match=says):

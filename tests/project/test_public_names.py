@@ -37,7 +37,7 @@ PUBLIC = {
     *("full_tensor", "named_norms", "num_parameters", "shard_info", "to_local"),
     "whole_named_parameters",
 }
-TORCHS = {  # see docs/migration.md
+TORCHS = {  # see docs/torch_names.md
     *("BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DataParallelMeshDims"),
     *("DistributedDataParallel", "FSDPModule", "FlatParameter", "FullOptimStateDictConfig"),
     *("FullStateDictConfig", "FullyShardedDataParallel", "GradientReductionHandle"),

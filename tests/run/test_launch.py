@@ -70,6 +70,7 @@ def given(
 
     def run(args: argparse.Namespace) -> None:
         args.token = os.environ.get(client.VARIABLE)
+        args.own_stores = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
         args.keeper = args.token and Keeper(args.token).pid()
         runs.append(args)
 
@@ -103,6 +104,17 @@ def test_torchrun_options_pass_through(given: Callable[..., tuple]) -> None:
     args, _, _ = given(*words.split(), "train.py")
     assert args.nproc_per_node == "1" and args.max_restarts == 3
     assert (args.nnodes, args.rdzv_backend, args.rdzv_endpoint) == ("2", "c10d", "h:1")
+
+
+def test_restarts_have_a_store_of_their_own(given: Callable[..., tuple]) -> None:
+    """In torch 2.13, ranks that share a store with the attempt before may hang in their own
+    init_process_group()."""
+    for words, own in {"": False, "--max-restarts 2": True, "--keep": True}.items():
+        args, _, _ = given("-n1", "--bind=none", *words.split(), "train.py")
+        assert (args.own_stores, args.standalone) == (own, own), words
+    several = "--max-restarts 1 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 -n1 train.py"
+    args, _, _ = given(*several.split())
+    assert args.own_stores and not args.standalone
 
 
 def test_variables_set_options_and_threads(

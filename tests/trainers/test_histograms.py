@@ -1,4 +1,4 @@
-"""Histograms of a sharded model, with the lines of docs/trainers.md: full values, from real loggers."""
+"""Histograms of a sharded model, with the lines of docs/accelerate.md: full values, from real loggers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 import zshard
 from zshard import FSDP, ShardError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "accelerate.md"
 SECTION = PAGE.read_text().split("\n## Histograms")[1]
 CODE = [part.split("```")[0] for part in SECTION.split("```python\n")[1:]]
 

@@ -1,4 +1,4 @@
-"""docs/trainers.md: the code of each section runs on two ranks, with the real packages.
+"""docs/lightning.md and docs/accelerate.md: the code of each section runs on two ranks, with the real packages.
 
 A section is one script. The test provides a model, data and the like under the section's names, and
 skips sections whose package is missing.
@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from accelerated import fork_trainers
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 SECTIONS = {
     part.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", part, re.S))
-    for part in PAGE.read_text().split("\n## ")[1:]
+    for page in ("lightning.md", "accelerate.md")
+    for part in (DOCS / page).read_text().split("\n## ")[1:]
 }
 SECTIONS["Lightning"] += "\n" + SECTIONS.pop("Fabric")  # Fabric's section uses Lightning's imports
 LLAMA = "from hf_trainers import *\nmodel, dataset = tiny_llama(), sentences(8)\n"
@@ -42,7 +43,7 @@ ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", **TORCHRUN}
 
 def run_in(folder: str, code: str) -> None:
     os.chdir(folder)
-    exec(compile(code, "docs/trainers.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "docs", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.sampled(5)

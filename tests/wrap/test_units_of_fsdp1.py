@@ -2,7 +2,7 @@
 models.
 
 Torch wraps one copy of a model, zshard shards another, and the two lists of names must be equal
-except for the differences in docs/wrapping.md: `expected()` is that text as code.
+except for the differences in docs/memory.md: `expected()` is that text as code.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def units(model: nn.Module, policy: Any, ignored: list[str]) -> set[str]:
 
 
 def expected(model: nn.Module, theirs: set[str], ignored: list[str]) -> set[str]:
-    """Return the subset of FSDP1's instances that docs/wrapping.md describes: modules with a
+    """Return the subset of FSDP1's instances that docs/memory.md describes: modules with a
     forward, not below those that use their children's weights directly, and innermost around all
     uses of some parameter. The root always stays."""
     name_of = {module: name for name, module in model.named_modules()}

@@ -1,7 +1,7 @@
 """Checkpoints: plain safetensors files, written by all ranks at once, and a manifest.
 
 A rank's shard of a parameter is one run of its row-major elements, so every rank
-writes and reads its own bytes of ordinary files, whatever the strategy and the number of ranks. A
+writes and reads its own bytes of ordinary files, under any strategy and number of ranks. A
 manifest, written last, lists the files of the checkpoint with their checksums.
 
     safetensors.py  files, their headers and indices, which are untrusted
@@ -14,7 +14,7 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     write.py        writing tensors to a file, in place or a chunk at a time, or in a thread
     save.py         saving: agree, stage, write, sync, commit
 
-    checkpoint.py   an open checkpoint, whatever its format; extras/readers opens what others wrote
+    checkpoint.py   an open checkpoint of any format; extras/readers opens what others wrote
     load.py         checking, verifying, reading, in this order on all ranks
     load_optimizer.py   what an optimizer's load_state_dict() has to do in it
 

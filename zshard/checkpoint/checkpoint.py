@@ -1,4 +1,4 @@
-"""The content of a checkpoint, whatever its format: tensors by name, and where to read each one.
+"""The content of a checkpoint of any format: tensors by name, and where to read each one.
 
 Opening one checks everything that it states about itself: sizes, headers, indices, the manifest. It
 reads no values. Code that loads does not see the format. zshard checkpoints, safetensors files,
@@ -137,7 +137,7 @@ class Checkpoint:
 
         path: a .safetensors file, a folder, or a checkpoint directory, whose newest finished
             checkpoint is opened.
-        with_optimizer: open the optimizer's files, too.
+        with_optimizer: open the optimizer's files as well.
 
         Raises OSError if a file cannot be opened and CheckpointError if it is invalid, naming the
         file.

@@ -1,4 +1,4 @@
-"""What to save of a model and an optimizer: names, and which rank holds which elements.
+"""The contents of a checkpoint: names, and which rank holds which elements.
 
 state_dict() determines what a model saves and under which names, including all hooks and overrides.
 It runs with placeholders without values instead of parameters, so the result is a plan, in which
@@ -57,7 +57,7 @@ _KINDS = (Tensor, nn.Parameter, nn.Buffer)  # subclasses may hold anything
 
 
 SaveShare = tuple[int, int, int, int]
-"""What a rank has of a tensor to save: its first element, how many ranks have the same elements,
+"""A rank's piece of a tensor to save: its first element, how many ranks have the same elements,
 which of them it is, and a number of these ranks."""
 
 
@@ -81,7 +81,7 @@ def ranks_of(model: nn.Module) -> _core.Comm:
 
 
 class Replicas:
-    """How many ranks hold the same elements as this one, per unit."""
+    """Number of ranks that hold the same elements as this one, per unit."""
 
     def __init__(self, model: nn.Module, comm: _core.Comm, ranks: Sequence[int]) -> None:
         """Collective. ranks: which ones count, this one among them."""

@@ -89,7 +89,7 @@ def load(
     ema: the model's EMA, with the decays of the one that was saved. It receives averages and
         counts.
     strict: raise an error for missing and unexpected names, for an optimizer of another class, and
-        for entries of torch.distributed.checkpoint beside model and optimizer that are not plain
+        for entries of torch.distributed.checkpoint besides model and optimizer that are not plain
         data.
     verify: verify the checksums of all blocks to be read. If False, verify only those of headers
         and indices. Only checkpoints of zshard.save() have checksums.

@@ -44,7 +44,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 _RUN = 16  # blocks per call
 
 Written = tuple[int, int, int]
-"""What was written to a file: offset, length, CRC-32C."""
+"""Bytes that were written to a file: offset, length, CRC-32C."""
 
 _T = TypeVar("_T")
 

@@ -101,7 +101,7 @@ def save(
     keep_last: with `step`, the number of checkpoints to keep, counting this one and those of lower
         steps; older ones are deleted once this one is finished. Warns of checkpoints of higher
         steps, which load() would choose, and of NaN and infinite parameters; then the newest
-        checkpoint without such values is kept, too.
+        checkpoint without such values is kept as well.
     overwrite: replace an existing checkpoint once this one is finished.
     max_shard_size: the maximum bytes of tensors per file, as a number or as "5GB", "200MiB".
     per_host: each host writes what its ranks hold to its own disk, and a manifest, for hosts that

@@ -77,7 +77,7 @@ class Kept(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What an extra saves beside the model and the optimizer."""
+    """Contents that an extra saves in addition to the model and the optimizer."""
 
     name: str  # of its entry in the manifest
     entry: Mapping[str, Any]

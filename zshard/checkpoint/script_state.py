@@ -29,7 +29,7 @@ _PLAIN = (str, bool, type(None))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
 _BUILT_IN = (bool, dict, float, int, list, set, str, tuple)
 _FACTORIES: dict[Any, Any] = {None: None, **{kind.__name__: kind for kind in _BUILT_IN}}
-"""What a defaultdict may call for a missing key."""
+"""Factories that a defaultdict may call for a missing key."""
 
 
 def encode(value: object, where: str = "extra") -> Any:

@@ -4,10 +4,10 @@ Values that are in CPU memory as the file needs them are written directly. Value
 or that are on a GPU go through one chunk of memory, which collects as many pieces as fit. On the
 way, the core checks parameters for NaN and infinite values, as they will be in the file.
 
-An asynchronous save copies whatever a step may change and returns. A thread does the rest; it has
-its own transport and does not touch the model. One save runs at a time. The next checkpoint call
-raises the error of a failed save; if there is no next call, the process exits with status 1, so no
-failure is lost. A process that exits waits for the thread, as for any non-daemon thread.
+An asynchronous save copies everything that a step may change, and returns. A thread does the rest;
+it has its own transport and does not touch the model. One save runs at a time. The next checkpoint
+call raises the error of a failed save; if there is no next call, the process exits with status 1,
+so no failure is lost. A process that exits waits for the thread, as for any non-daemon thread.
 """
 
 from __future__ import annotations

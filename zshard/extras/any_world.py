@@ -46,7 +46,7 @@ def parse(deterministic: str | None, micro_batches: int | None) -> dict[str, int
 
 
 class _AnyWorld(Extension):
-    """What makes results of such models independent of the number of ranks, or refuses."""
+    """Makes such models' results independent of the number of ranks, or refuses the model."""
 
     def check_model(
         self,

@@ -36,9 +36,9 @@ class DataPosition:
     the same arguments. A run that is resumed trains on the rest of the epoch, on any number of
     ranks.
 
-    With torchdata's StatefulDataLoader, state_dict() has this rank's state of the loader, too, and
-    batches() restores it where the number of ranks and the batch size are the same. Elsewhere the
-    workers begin anew, at the position.
+    With torchdata's StatefulDataLoader, state_dict() has this rank's state of the loader as well,
+    and batches() restores it if the number of ranks and the batch size are the same. Otherwise the
+    workers start again, at the position.
 
     Args:
         n_samples: the length of the data set. None: the data set is iterable, and the loader a
@@ -80,7 +80,7 @@ class DataPosition:
 
     @property
     def samples(self) -> int:
-        """How many samples of the epoch all ranks together have trained on."""
+        """Number of the epoch's samples that all ranks together have trained on."""
         done = self._begin + self._taken * self._size * self._ranks
         total = self._order["n_samples"]
         return done if total is None else min(done, total)
@@ -206,7 +206,7 @@ class _Sampler(Sampler[int]):
         yield from rest[rank:count:ranks].tolist()
 
     def _begin(self) -> int:
-        """Where the current pass began, or the next one will."""
+        """The sample at which the current pass began, or the next one will."""
         position = self._position
         return position.samples if position._pass is None else position._begin
 

@@ -81,7 +81,7 @@ def _note_barrier() -> None:
 def _refuse(wrapper: str, instead: str) -> NoReturn:
     raise TypeError(
         f"{wrapper} cannot wrap a model that zshard has wrapped: remove it, or in a trainer "
-        f"(Accelerate, transformers, Lightning) use zshard's adapter, docs/trainers.md. {instead}"
+        f"(Accelerate, transformers, Lightning) use zshard's adapter, docs/accelerate.md. {instead}"
     )
 
 
@@ -90,7 +90,7 @@ def _refuse_ddp() -> NoReturn:
 
 
 class NoWrappers(dict[Any, Any]):
-    """What torch's composable functions, such as checkpoint(), have for a module, by function.
+    """The entries of torch's composable functions, such as checkpoint(), for a module, by function.
     fully_shard() and replicate() enter themselves here before they change anything."""
 
     def setdefault(self, function: Any, state: Any = None) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional, init
 
 FACT, EACH, LISTS, GRAD, NONE = range(5)
-"""What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it
+"""Actions of csrc/python/py_guard.c on an operation: run it and return its result as it is; run it
 on slices of the same elements and guard the result; the same for lists of tensors; get `.grad`; ask
 Python."""
 
@@ -109,7 +109,7 @@ DRAWN_IN_PLACE = (
 """In-place random fills; a shard gets its part of the full draw."""
 
 SIZES = ("size", "numel", "nelement", "__len__")
-"""Methods that are asked for sizes, beside the attribute `shape`."""
+"""Methods that return sizes, in addition to the attribute `shape`."""
 
 VIEWS = ("__getitem__", "narrow", "select", "chunk", "split")
 """View methods; on a shard they return this rank's part of a contiguous view."""

@@ -104,7 +104,7 @@ def new_full(entry: Entry, device: str | None = None) -> Tensor:
 
 
 PlaceAtPeer = tuple[int, int, int, int]
-"""What a peer has of a tensor: the tensor's number, the first element, how many, and where they
+"""A peer's piece of a tensor: the tensor's number, the first element, how many, and where they
 lie."""
 
 

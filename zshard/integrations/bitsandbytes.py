@@ -140,7 +140,7 @@ def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
 
 def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """A load hook of nn.Module: bits without the scales that decode them are other numbers, and
-    bitsandbytes saves scales beside the bits, but does not load them."""
+    bitsandbytes saves scales next to the bits, but does not load them."""
     name = f"{prefix}weight"
     if name in state_dict and hasattr(module._parameters.get("weight"), "quant_state"):
         args[-1].append(

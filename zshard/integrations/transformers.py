@@ -3,14 +3,15 @@ parameters.
 
     trainer = zshard.transformers.shard(Trainer)(model=model, args=arguments, ...)
 
-A Trainer (TRL's, too) reaches the model through its Accelerator, so zshard makes that shard
+A Trainer (or one of TRL's) reaches the model through its Accelerator, so zshard makes that shard
 (integrations/accelerate.py). What remains are the calls for a state dict that a Trainer makes on
 one rank only: where such a call needs all ranks, the others make it as well.
 
 Transformers can make all ranks generate until the last has its tokens (`synced_gpus`), and does so
-for models that torch has sharded. zshard needs that only where a forward takes all ranks: over shm
-each rank generates by itself. zshard passes the argument instead of marking the model, because the
-mark that transformers checks makes torch.compile treat the model as one of torch's own.
+for models that torch has sharded. zshard needs that only where all ranks must take part in a
+forward: over shm each rank generates by itself. zshard passes the argument instead of marking the
+model, because the mark that transformers checks makes torch.compile treat the model as one of
+torch's own.
 
 Only shard() imports transformers; models are recognized by their methods.
 """
@@ -152,8 +153,8 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         return super().prediction_step(*args, **kwargs)
 
     def _zshard_needs_all(self) -> bool:
-        """Return whether reading the model's values takes all ranks: not over shm, where a rank
-        reads the other shards."""
+        """Return whether all ranks must take part in reading the model's values: not over
+        shm, where a rank reads the other shards."""
         model = bare(self.model)
         return is_unit(model) and _needs_all(model)
 
@@ -227,7 +228,7 @@ def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
 
 
 def _needs_all(module: nn.Module) -> bool:
-    """Return whether a forward of this unit's model takes all ranks of the job."""
+    """Return whether all ranks of the job must take part in a forward of this unit's model."""
     state, comms = state_of(module), state_of(module).comms
     if comms.all.world == 1 or comms.all.world != dist.get_world_size():
         return False  # transformers synchronizes all ranks of the job

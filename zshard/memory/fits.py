@@ -34,7 +34,7 @@ _MESSAGE = 512  # bytes, for a _RankNeed
 
 
 class _RankNeed(NamedTuple):
-    """What a rank needs and has left, in bytes. optimizer: of Adam's state. mappings: the memory
+    """Bytes that a rank needs and has left. optimizer: of Adam's state. mappings: the memory
     mappings that it needs, and that it has left. host, cgroup: equal for ranks that share them.
     local: the ranks of its host, as the launcher says. left: Rooms."""
 

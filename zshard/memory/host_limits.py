@@ -1,4 +1,4 @@
-"""How much more memory this process can allocate under the limits of the host and its cgroups.
+"""Memory that this process can still allocate under the limits of the host and its cgroups.
 
 Reclaimable page cache counts as free, as in the kernel's MemAvailable. A limit that is not set or
 cannot be read does not count. Nor do a process's own limits (ulimit): what exceeds those is an

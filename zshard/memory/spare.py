@@ -26,7 +26,7 @@ from zshard.ranks.agreement import PublicCall, gather
 from zshard.units.shards import known_parts
 from zshard.units.units import MemoryLimit, state_of, units_of
 
-_STEPS = 2  # optimizers may create state in the second step, too
+_STEPS = 2  # optimizers may create state as late as the second step
 
 _MIB = 1 << 20
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # takes as long to import as the rest of zshard
     from torch.distributed.fsdp import StateDictSettings
 
 _KINDS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded", "LOCAL_STATE_DICT": "Local"}
-"""How the names of each type's configs begin: torch's FullStateDictConfig."""
+"""First part of each type's config names, as in torch's FullStateDictConfig."""
 
 
 @contextlib.contextmanager

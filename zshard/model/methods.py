@@ -122,8 +122,8 @@ class ModelMethods(ModelNamesFirst):
                 parameters keep their `.grad` for optimizer.step().
 
         After a backward, stepped parameters have no `.grad` and the values that optimizer.step()
-        would give them, to the bit. Set learning rates before backward. Within no_sync() nothing is
-        stepped; the next backward outside steps with the sum. optimizer.step() steps what has a
+        would give them, bit for bit. Set learning rates before backward. Within no_sync() nothing
+        is stepped; the next backward outside steps with the sum. optimizer.step() steps what has a
         `.grad`, so training loops need no change. Hooks of register_post_accumulate_grad_hook run
         before the step and may modify `.grad` in place.
 
@@ -190,7 +190,7 @@ class ModelMethods(ModelNamesFirst):
                 way, in all its models. What a GPU waits in its queue does not count.
             "bytes/gather", "bytes/reduce": what this process received from other ranks in that
                 time, in all its models: of parameters and of gradients (under no_shard, of their
-                sums, too), without headers. Over shm, "reduce" is what it read of the gradients of
+                sums also), without headers. Over shm, "reduce" is what it read of the gradients of
                 others; a gather moves nothing there.
             "bytes/gather_other_hosts", "bytes/reduce_other_hosts": of these, from other hosts.
                 Hosts that have different numbers of ranks count as one.

@@ -4,7 +4,7 @@ A unit's class derives from FSDP and then from the model's class, so each name o
 child, parameter, buffer, method or property of that name. FSDP keeps the names of nn.Module's
 protocol (PROTOCOL), and its methods call the model's with super(). Its other public names are
 YieldingNames: the model's own attributes hide them, also those that are assigned later. So zshard
-calls them as functions, `FSDP.no_sync(model)`, which scripts may do, too.
+calls them as functions, `FSDP.no_sync(model)`, which scripts may do as well.
 """
 
 from __future__ import annotations

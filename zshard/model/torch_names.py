@@ -49,7 +49,7 @@ _OF_STATE: dict[str, Callable[[State], object]] = {
     "device_ids": lambda state: [i] if (i := _device(state).index) is not None else None,
 }
 
-_PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and DDP"
+_PAGE = "docs/torch_names.md says what to use instead of names of torch's FSDP and DDP"
 
 
 @yields_to_the_model
@@ -108,7 +108,7 @@ class TorchNames(ModelNamesFirst):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients. Scripts for DDP set it instead of using no_sync():
+        """True if backward reduces gradients. Scripts for DDP set it instead of using no_sync():
         setting False means set_requires_gradient_sync(False)."""
         return bool(state_of(self).unit.sync)
 

@@ -53,7 +53,7 @@ _KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transf
 """Packages whose optimizers step in kernels of their own."""
 
 _NEED_NORMS = ("lamb", "lars", "novograd")
-"""Which of those need norms of whole parameters: words in the class's name, in lower case."""
+"""Of those, optimizers that need norms of whole parameters: lower-case words in the class name."""
 
 
 _QUANTIZE = frozenset(("bitsandbytes", "torchao"))
@@ -157,7 +157,7 @@ def _before_step(
         if not context.has_begun:
             _begin_to_write(optimizer, in_closure=context.depth > 1)
         return None
-    for unit in units_stepped_by(optimizer):  # an optimizer may write before its closure, too
+    for unit in units_stepped_by(optimizer):  # an optimizer may also write before its closure
         unit.engine.begin_write()
 
     @functools.wraps(closure)
@@ -276,7 +276,7 @@ def _refuse_by_class(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam) and stepped_by(optimizer):
         raise NotImplementedError(
             "SparseAdam needs sparse gradients, but zshard's are dense: use torch.optim.Adagrad or "
-            "SGD, which leave rows without a gradient as they are, too"
+            "SGD, which leave rows without a gradient unchanged as well"
         )
 
 

@@ -28,8 +28,8 @@ from zshard.ranks.agreement import Fact
 from zshard.units.shards import Entry, Part, part_of
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
-"""What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
-parameters that have no dimensions themselves."""
+"""State that torch's optimizers keep as one number per parameter. Used only if shapes are
+ambiguous: for parameters that have no dimensions themselves."""
 
 _ALIGN = 32
 """Elements: parameters in a shard begin at multiples of it (csrc/base/layout.h)."""
@@ -41,7 +41,7 @@ SCALES = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_sc
 name: a wrapper has the state of another optimizer, but not its methods."""
 
 OF_CODES = frozenset((*SCALES, "low_bits"))
-"""What state in 8 bits has beside that in 32 bits, from which it is converted."""
+"""State that an 8-bit optimizer adds to the 32-bit state it is converted from."""
 
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
@@ -121,7 +121,7 @@ class HeldState(NamedTuple):
 
     @property
     def fact(self) -> Fact:
-        """What must agree between ranks."""
+        """Return the values that must be equal on all ranks."""
         words = [f"{key} {_described(v, key in self.shards)}" for key, v in self.state.items()]
         about = f"the state of '{self.part.name}' (shape {self.part.shape})"
         return about, ", ".join(words) or "none"

@@ -169,7 +169,7 @@ class ModelRecord:
 
 
 class Board:
-    """What this rank posts over one transport, of all its models and their optimizers."""
+    """This rank's board on one transport: facts about all its models and their optimizers."""
 
     def __init__(self, comm: _core.Comm) -> None:
         self.comm = comm
@@ -248,7 +248,8 @@ class Board:
 
 
 _kept: set[Board] = set()
-"""Those with optimizers that others may read, also of freed models. Others are kept by models."""
+"""Boards whose optimizer state others may read, even after the model was freed. Others are kept by
+models."""
 
 
 def share_state(module: nn.Module, shards: _core.Comm) -> None:

@@ -24,7 +24,7 @@ from zshard._logger import log
 
 @dataclass
 class _End:
-    """What is known of this process's end."""
+    """The known facts about this process's end."""
 
     reported_pid: int = 0  # the process whose end is reported; 0: none yet
     failed: bool = False  # an exception ends this program, or a peer was lost,

@@ -1,4 +1,4 @@
-"""Where this process's script is, as a line of text for errors and for ranks that wait long.
+"""The script's current line as text, for errors and for ranks that wait long.
 
 It is looked up only when an error is made, or when a peer asks. Nothing decides by it.
 """

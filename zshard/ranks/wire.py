@@ -16,7 +16,7 @@ CODES = ("bf16", None)
 
 @dataclass(frozen=True)
 class Wire:
-    """How numbers cross hosts, in fewer bytes: FSDP(model, wire=zshard.Wire(...)).
+    """Compresses numbers that are sent between hosts: FSDP(model, wire=zshard.Wire(...)).
 
     Pass the same settings on all ranks. `wire="bf16"` is short for
     `Wire(gradients="bf16", parameters="bf16")`.

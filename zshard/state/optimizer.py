@@ -94,7 +94,7 @@ def _with_full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, 
     numbers = {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
     whole = {numbers[id(param)]: entries for param, entries in gather_state(optimizer)}
     state = packed["state"]
-    if whole:  # copy the rest, too: otherwise it could be one step newer
+    if whole:  # copy the rest as well: otherwise it could be one step newer
         state = {
             number: _snapshot(own, whole[number]) if number in whole else copied(own)
             for number, own in state.items()

@@ -67,7 +67,7 @@ def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
             know(self, is_loaded=True)
 
 
-InOneCall.load_state_dict = load  # type: ignore[method-assign] # where torch is unchanged, too
+InOneCall.load_state_dict = load  # type: ignore[method-assign] # even where torch is unchanged
 
 
 def undo_of(optimizer: Optimizer) -> Callable[[], None]:
@@ -106,7 +106,7 @@ def _groups_to_load(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -
 
 
 class ReadState(Pending):
-    """What hooks see of state that this rank has read. `origin` is its shard."""
+    """Stands in for state that this rank has read, in hooks. `origin` is its shard."""
 
     keeps_dtype = True
 

@@ -1,4 +1,4 @@
-"""Where loaded values come from: a dict, rank 0, or files.
+"""Sources of loaded values: a dict, rank 0, or files.
 
 A plan represents each value as a tensor, so planning does not depend on where values are. A tensor
 of a dict has its values. Others are Pending: each has a Source, which reads the range that this
@@ -58,7 +58,7 @@ NotedLoad = tuple[_core.Unit, int, int]
 
 @dataclass
 class LoadPlan:
-    """What loading a model, an optimizer or averages will do: copies, then calls."""
+    """The plan of loading a model, an optimizer or averages: copies, then calls."""
 
     copies: list[Copy] = field(default_factory=list)
     calls: list[Callable[[], Any]] = field(default_factory=list)

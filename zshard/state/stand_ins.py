@@ -70,8 +70,8 @@ class _Valueless:
 
 
 class StandIn(_Valueless, nn.Parameter):
-    """What a load hook sees of a sharded parameter: shape, dtype and device of the full one. In a
-    state dict it means "unchanged". `origin` is the parameter."""
+    """Stands in for a sharded parameter in load hooks: shape, dtype and device of the full one. In
+    a state dict it means "unchanged". `origin` is the parameter."""
 
     origin: nn.Parameter
 
@@ -111,8 +111,8 @@ class Source(Protocol):
 
 
 class Pending(_Valueless, Tensor):
-    """What a load hook sees of a tensor that is not read yet: elements of `origin`, its key in the
-    source, from `begin` on, in row-major order."""
+    """Stands in for a tensor that is not read yet, in load hooks: elements of `origin`, its key in
+    the source, from `begin` on, in row-major order."""
 
     origin: Any
     source: Source

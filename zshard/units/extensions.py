@@ -29,7 +29,7 @@ class ParamRef:
 
 
 class Extension:
-    """What an integration or an extra adds to sharded models; by default nothing."""
+    """The hooks of an integration or an extra on sharded models; by default they do nothing."""
 
     # --- before a model is sharded ----------------------------------------------------------------
 

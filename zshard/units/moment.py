@@ -1,4 +1,4 @@
-"""What a model's parameters are at a moment, and who may read or write them then.
+"""The state of a model's parameters at a moment, and who may read or write them then.
 
 Between steps each parameter is this rank's shard, in its own dtype, and everything is allowed. At
 other moments the values are those of a pass, a copy, or others that a context takes back at its

@@ -345,7 +345,7 @@ class Stepped:
 
 @dataclass(eq=False)
 class OptimizerContext:
-    """What zshard knows of one optimizer."""
+    """The record of one optimizer."""
 
     ids: list[list[int]] | None = None  # of its parameters; None: a model was wrapped since then
     models: list[Stepped] = field(default_factory=list)

@@ -45,7 +45,7 @@ Hook = tuple["weakref.ref[nn.Module]", int]
 
 
 class Prefetch(NamedTuple):
-    """How many units to prefetch in forward and in backward: Engine.set_prefetch's arguments."""
+    """Units to prefetch in forward and in backward: the arguments of Engine.set_prefetch."""
 
     forward: int = 1
     backward: int = 1
@@ -67,7 +67,7 @@ class Options(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """How many a step has with deterministic="any-world"; 0: without."""
+        """Micro-batches of a step with deterministic="any-world"; 0 without it."""
         return dict(self.extras).get("micro_batches") or 0
 
 
@@ -105,7 +105,7 @@ class StateDictForm(NamedTuple):
 
 @dataclass(eq=False)
 class ModelContext:
-    """What zshard knows of a model, for all of its units."""
+    """The record of a sharded model, shared by all of its units."""
 
     replaced: str = ""  # the context in which the parameters have other values; see units/moment.py
     is_kept: bool = False  # by a zshard.Keep, which alone writes to it between passes
@@ -160,7 +160,7 @@ class State:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether several ranks have the same values of the unit."""
+        """True if several ranks hold the same values of the unit."""
         return self.unit.replicated or self.comms.all.world > self.comms.shards.world
 
     def note_hooks(self, module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
@@ -194,7 +194,7 @@ def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
     with contextlib.ExitStack() as begun:
         for engine in dict.fromkeys(unit.engine for unit in units):
             engine.begin_write()
-            begun.callback(engine.end_write)  # after an exception, too: all ranks count writes
+            begun.callback(engine.end_write)  # even after an exception: all ranks count writes
         yield
 
 

@@ -1,6 +1,6 @@
-"""Which modules become units: wrap policies, manual wrapping, and `plan_units`.
+"""Choosing which modules become units: wrap policies, manual wrapping, and `plan_units`.
 
-Every policy, in whatever form, becomes a choice of nodes in the module tree (`wrap/tree.py`), and
+Every policy, in any form, becomes a choice of nodes in the module tree (`wrap/tree.py`), and
 one function assigns the parameters to them. "auto" (`wrap/auto.py`) chooses from the model's
 structure. Names and signatures are those of torch.distributed.fsdp.wrap, so that scripts migrate by
 changing the import; torch's own policy objects are accepted as well.

@@ -1,4 +1,4 @@
-"""What makes a sharded model of a plain one: its checks, facts, values, engine, units and plan.
+"""Builds a sharded model from a plain one: checks, facts, values, engine, units and plan.
 
 Ranks agree on names, shapes and dtypes before anything changes. Values then come one unit at a
 time, from the model itself, from an initialization, or from rank 0. Engines and units are real, or
@@ -147,7 +147,7 @@ class InitialValues:
 
 
 def _tensors_of(spec: UnitSpec) -> list[Tensor]:
-    """Return the parameters of a unit, and the tensors that extensions have beside them."""
+    """Return the parameters of a unit, and the tensors that extensions add to them."""
     params = [ref.param for ref in spec.params]
     beside = [t for each in EXTENSIONS for param in params for t in each.tensors(param)]
     return [*(param.detach() for param in params), *beside]

@@ -123,7 +123,7 @@ class Materializer:
         if self._init is not None and _is_untouched(module, marked):
             self._initialise_on_meta(module, list(marked))
             marked = {}  # its memory is elsewhere, and its content does not matter
-        for param, value in before:  # drawn for this module, too, then tied to another's
+        for param, value in before:  # drawn for this module as well, then tied to another's
             param.data.copy_(value)
         for name, place in marked.items():
             tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values

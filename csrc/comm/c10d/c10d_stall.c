@@ -69,7 +69,8 @@ static const char *remedy_of(const zs_c10d_comm *comm, const zs_turn *turn)
 {
     bool looks = turn->kind == ZS_TURN_GATHER && zs_reading_is_look(comm->base.reading);
     if (looks || turn->kind == ZS_TURN_EXCHANGE || turn->kind == ZS_TURN_BROADCAST)
-        return "over c10d this takes all ranks: call it on all of them, or on one host use transport='shm', over which "
+        return "over c10d all ranks must take part: call it on all of them, or on one host use transport='shm', over "
+               "which "
                "one rank may evaluate and call state_dict() alone";
     if (turn->kind == ZS_TURN_GATHER && !zs_reading_is_backward(comm->base.reading))
         return "run a forward that records gradients on all ranks" ZS_ALONE ZS_UNEVEN;

@@ -68,7 +68,8 @@ static zs_status name_turn(const zs_comm *comm, const zs_turn *turn, zs_status s
     zs_turn_describe_here(turn, "", phrase, sizeof phrase);
     bool looks = turn->kind == ZS_TURN_GATHER && zs_reading_is_look(comm->reading);
     return zs_rephrase("%s; rank %d was %s: %s", zs_last_message(), comm->rank, phrase,
-                       looks ? "on GPUs an evaluation takes all ranks: call it on all of them" : zs_turn_remedy(turn));
+                       looks ? "on GPUs all ranks must take part in an evaluation: run it on all of them"
+                             : zs_turn_remedy(turn));
 }
 
 static zs_status fail(zs_comm *comm, const zs_turn *turn, zs_status status)

@@ -313,7 +313,7 @@ zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)
 zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     awaited it = {self->turns, ticket};
-    zs_c10d_arrival until = {look, &it, "other ranks have not come here", false};
+    zs_c10d_arrival until = {look, &it, "other ranks have not reached this point", false};
     zs_status status = zs_c10d_watch_turn(&self->c10d, &ticket->mine, &until);
     if (status != ZS_OK) return zs_hosts_turns_fail(self, status);
     if (ticket->state != ZS_HOSTS_QUEUED) return ZS_OK;
@@ -355,7 +355,7 @@ static zs_status start_thread(zs_hosts_comm *self)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error != 0)
         return ZS_FAIL(ZS_ERR_MEMORY,
-                       "cannot start the thread that meets other hosts (%s): raise the limit on threads "
+                       "cannot start the thread that communicates with other hosts (%s): raise the limit on threads "
                        "(ulimit -u, or pids.max of the container)",
                        strerror(error));
     turns->runs = true;

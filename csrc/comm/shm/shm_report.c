@@ -112,7 +112,8 @@ static const char *remedy_of(zs_shm_act act)
     if (is_talk(act.what)) return "call it on all ranks";
     if (act.what == ZS_SHM_FORWARD) return "run a forward that records gradients on all ranks" ZS_ALONE ZS_UNEVEN;
     if (act.what == ZS_SHM_EVALUATION || act.what == ZS_SHM_CAUGHT_UP)
-        return "change parameters on all ranks alike, and put torch.distributed.barrier() behind what one rank runs "
+        return "change parameters on all ranks alike, and call torch.distributed.barrier() after code that one rank "
+               "runs "
                "alone";
     return "run the same forwards and backwards on all ranks" ZS_UNEVEN;
 }

@@ -8,8 +8,8 @@
     with ema.swapped():
         evaluate(model)
 
-An average lies beside its parameter as an optimizer's state does (optim/sharded_state.py), and one
-call in C moves all of them (csrc/optim/average.h): no rank communicates, and no Python runs per
+An average is stored with its parameter as an optimizer's state is (optim/sharded_state.py), and
+one call in C moves all of them (csrc/optim/average.h): no rank communicates, and no Python runs per
 parameter. Only swapped() and what stands on it are collective.
 """
 
@@ -282,7 +282,7 @@ class _Live:
         self._write(self._averages)
 
     def restore(self) -> None:
-        """Undo it, whatever has happened. For autograd, nothing was written."""
+        """Undo it in any case. For autograd, nothing was written."""
         for state in self._states:
             state.model.replaced = ""
         try:

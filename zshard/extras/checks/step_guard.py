@@ -1,4 +1,4 @@
-"""What ranks check together before an optimizer's step, and how they skip one.
+"""Checks that all ranks make before an optimizer's step, and the skipping of a step.
 
 The hook around a step (optim/hooks.py) calls before_step() before anything is updated. Whether the
 gradients are finite is known from their sums over the ranks (csrc/reduce/squares.h), so a step with
@@ -45,7 +45,7 @@ _NAME = "checks"  # under which a model's context keeps its StepGuard
 
 
 class StepChecks(NamedTuple):
-    """What FSDP() was asked to check. every: steps between two looks at replicas; 0: none."""
+    """The checks that FSDP() was asked for. every: steps between checks of replicas; 0: none."""
 
     nonfinite: Literal["raise", "skip"] | None
     every: int
@@ -83,7 +83,7 @@ class StepGuard:
         self.withheld: dict[int, _Withheld] = {}  # by the id() of an optimizer that skips a step
         self._module = weakref.ref(module)
         self._units = [state.unit for _, state in units_of(module)]
-        api.expect_norms(self._units)  # so that the first backward takes them, too
+        api.expect_norms(self._units)  # so that the first backward takes them as well
         self._replicas = ReplicaCheck(module, checks.every) if checks.every else None
         state_of(module).model.attached[_NAME] = self
 

@@ -1,4 +1,4 @@
-"""What survives the death of a run's ranks: the keeper process, and how ranks speak to it."""
+"""State that survives the death of a run's ranks: the keeper process, and its client."""
 
 
 class KeeperError(ConnectionError):

@@ -1,4 +1,4 @@
-"""How ranks and launchers speak to the keeper of a run (keeper.py), and start it.
+"""The client of a run's keeper (keeper.py), for ranks and launchers; it starts the keeper as well.
 
     token = start()
     keeper = Keeper(token)
@@ -31,7 +31,7 @@ TIMEOUT = 30.0
 
 
 class HeldFiles(NamedTuple):
-    """What a keeper holds under a name.
+    """An item that a keeper holds under a name.
 
     meta: the bytes that came with it. fds: descriptors, now the caller's to close; exec closes
     them.

@@ -232,7 +232,7 @@ class _Keeping:
                 time.sleep(0.005)
             else:
                 self.close(line)
-        except Exception:  # whatever is wrong with one request, the rest stays held
+        except Exception:  # one bad request must not drop what is held for others
             self.close(line)
 
     def read(self, line: _Line) -> None:

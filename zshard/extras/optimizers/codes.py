@@ -27,7 +27,7 @@ _NO_EXPONENT, _LAST_EXPONENT = 255, 250
 
 @dataclass(frozen=True)
 class _Code:
-    """How a moment is coded: a float's upper bits, without the lower `shift`, from `floor` on."""
+    """A moment's code: a float's upper bits, without the lower `shift`, counted from `floor`."""
 
     floor: float
     shift: int

@@ -34,7 +34,7 @@ __all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit"]
 
 
 class EightBit(InOneCall):
-    """What the three have in common: their options, their state, and its conversions."""
+    """The base of the three: their options, their state, and its conversions."""
 
     scale_group = codes.GROUP
     _forms: dict[object, tuple[object, ...]]  # by the keys of _plans: _FORM's options in its state

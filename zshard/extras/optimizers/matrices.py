@@ -1,6 +1,6 @@
-"""Which parameters of a model Muon should update: the weight matrices of its hidden layers.
+"""Chooses the parameters that Muon should update: the weight matrices of hidden layers.
 
-Shapes are not enough: an embedding is a matrix, too, but its rows have nothing to do with each
+Shapes are not enough: an embedding is a matrix as well, but its rows have nothing to do with each
 other, and a head is one that maps to the vocabulary. Module types and ties are.
 """
 

@@ -3,7 +3,7 @@
 Muon's momentum is elementwise, so each rank keeps that of its shard. The update of a matrix is not:
 a Newton-Schulz iteration makes the momentum's singular values about equal. One rank computes it for
 each matrix (owners.py), with torch's operations on the whole matrix in bfloat16, so that the
-result has the bits of torch.optim.Muon, whatever the number of ranks.
+result is bitwise that of torch.optim.Muon on any number of ranks.
 
 torch.optim.Muon's documentation prints another momentum than its code has; this is the code's,
 B = mu * B + (1 - mu) * gradient.

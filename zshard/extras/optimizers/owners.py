@@ -1,4 +1,4 @@
-"""Which rank computes what of an optimizer that needs whole matrices, and what ranks send for it.
+"""Assigns matrices to ranks for optimizers that need whole matrices, and plans the transfers.
 
 Each rank holds some elements of a matrix: its shard, or with no_shard all of them. One rank, the
 matrix's owner, gets the others' elements, computes, and sends each holder its elements of the

@@ -26,7 +26,7 @@ __all__ = ["Job", "Mail", "carry_out", "mail_for"]
 
 
 class Job(Protocol):
-    """What an optimizer does with its matrices, which are numbered as in the plan."""
+    """The work of an optimizer on its matrices, which are numbered as in the plan."""
 
     def device(self, matrix: int) -> torch.device:
         """Return where the owner computes."""

@@ -71,7 +71,7 @@ class WholeMatrix(Optimizer):
     NotImplementedError for parameters of models over several process groups.
     """
 
-    takes_full_state = True  # of the parameters that a rank owns, whatever its shards
+    takes_full_state = True  # of all parameters that a rank owns, in its shards or not
 
     def __init__(
         self, optimizer_class: Callable[..., Optimizer], params: ParamsT, **options: Any
@@ -284,7 +284,7 @@ class _WholeJob:
     """WholeMatrix's part of transfers.Job: what travels is a parameter with its gradient.
 
     beside: parameters that this rank steps alone, which need no transfer. One step of the optimizer
-    takes them, too, as it may count steps in its param groups.
+    includes them, as it may count steps in its param groups.
     """
 
     def __init__(

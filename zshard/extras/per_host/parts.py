@@ -71,7 +71,7 @@ class PartRecord(NamedTuple):
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What a manifest has of it. Runs are text, which is shorter than JSON:
+        """Return its entry in a manifest. Runs are text, which is shorter than JSON:
         "offset+length offset+length ..."."""
         runs = {file: " ".join(f"{at}+{n}" for at, n in of) for file, of in self.runs.items()}
         return {**self._asdict(), "runs": runs}
@@ -96,7 +96,7 @@ def parts_of(manifest: Manifest, path: str) -> dict[str, PartRecord]:
 
 
 class RunPlace(NamedTuple):
-    """Where a run of bytes of a file is."""
+    """The place of a run of bytes of a file."""
 
     begin: int  # in the file
     length: int

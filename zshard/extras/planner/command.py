@@ -22,7 +22,7 @@ HELP = "predict memory and speed of training a model on GPUs"
 def add_command(commands: Any) -> None:
     """Add `plan` to the parser of python -m zshard."""
     parser = commands.add_parser("plan", help=HELP, description=HELP)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, program=parser.prog)
     parser.add_argument("model", nargs="?", help="a transformers config: a file, folder or name")
     parser.add_argument("--gpus", type=int, help="how many")
     parser.add_argument("--gpu", help=f"one of {', '.join(DEVICES)}")
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         result = plan(_model(args), args.gpus, args.gpu, **options)
         print(result.to_json() if args.json else result)
     except (ValueError, TypeError, OSError) as error:
-        print(f"python -m zshard plan: {error}", file=sys.stderr)
+        print(f"{args.program}: {error}", file=sys.stderr)
         return 2
     return 0 if result.best is not None else 1
 

@@ -1,4 +1,4 @@
-"""What the units of a model cost on a cluster: seconds, by data sheets, and bytes."""
+"""Costs of a model's units on a cluster: seconds, from data sheets, and bytes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def decoder_of(dims: Dims, checkpointing: str = "") -> Decoder:
 
 
 class Adapted(nn.Linear):
-    """A linear layer with LoRA's two small matrices beside it."""
+    """A linear layer with LoRA's two small matrices."""
 
     def __init__(self, inputs: int, outputs: int, rank: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)

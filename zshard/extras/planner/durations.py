@@ -1,4 +1,4 @@
-"""How long things take: kernels by roofline, collectives by latency and bandwidth.
+"""Durations: of kernels by roofline, of collectives by latency and bandwidth.
 
 A matmul takes its flops at the part of the data sheet's speed that large ones reach, or its bytes
 at the memory's, whichever is longer; its result is computed in tiles, in waves over the device's
@@ -23,7 +23,7 @@ FUSED = 0.4
 """Part of the memory-bound kernels' bytes that is left with torch.compile."""
 
 ATTENTION = {"flash": 1.0, "triton": 0.65}
-"""Speed of an implementation of attention, beside PyTorch's."""
+"""Speed of an implementation of attention, relative to PyTorch's."""
 
 LINK_PART, NIC_PART = 0.8, 0.85
 """Parts of the data sheets' bandwidths that collectives of large messages reach."""

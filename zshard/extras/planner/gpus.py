@@ -1,6 +1,6 @@
 """Devices and networks: data sheets, and the few constants that measured runs were fitted with.
 
-Every device has one set of constants, whatever model or software it is compared with. Sources:
+Every device has one set of constants, for every model and software it is compared with. Sources:
 NVIDIA's and AMD's data sheets, and stas00/ml-engineering for nodes and measured matmuls.
 """
 

@@ -1,4 +1,4 @@
-"""What a training step computes: kernels of a model's forward and backward, and activations.
+"""The computation of a training step: kernels of forward and backward, and activations.
 
 The model runs on fake tensors, which have shapes and no memory, so a trace takes no memory and
 hardly any time. Nothing is assumed of the model: each operation that torch would run counts,
@@ -51,7 +51,8 @@ class Kernel(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What runs between two marks. start, peak: bytes of activations, as it begins and at most."""
+    """The kernels between two marks. start, peak: bytes of activations, at the begin and at
+    most."""
 
     kernels: list[Kernel]
     start: int
@@ -77,8 +78,8 @@ class Traced(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """What the model needs, without recomputation: by convention the backward twice as many as
-        the forward, and less where parameters are frozen."""
+        """Return the FLOPs without recomputation: by convention, backward needs twice as many as
+        forward, and fewer if parameters are frozen."""
         forward, backward = (
             sum(k.flops for segment in phase for k in segment.kernels if not k.again)
             for phase in (self.forward, self.backward)
@@ -202,7 +203,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._segments.setdefault((phase, i), ([], [self.live, self.live]))
 
     def begin(self, phase: str, i: int) -> None:
-        """What runs from now on belongs to this segment.
+        """Assign the kernels that run from now on to this segment.
 
         A backward goes from the last to the first. Marks of one tensor come at once, in any order;
         the earliest counts.

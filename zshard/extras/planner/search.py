@@ -15,7 +15,7 @@ from zshard.extras.planner.ways import PRECISIONS, Cluster, Way
 from zshard.extras.planner.workloads import TrainStep, Workload, workload_of
 
 GAP = 1.08
-"""What torch's allocator reserves, beside what is allocated at the peak."""
+"""Bytes that torch's allocator reserves on top of the allocated peak."""
 
 CLOSE = 1.01
 """Of two ways whose times differ by less, the one that takes less memory is recommended."""
@@ -31,7 +31,7 @@ BETWEEN_HOSTS = ("hybrid_shard", "hybrid_full")
 MOST_SAMPLES = 256
 
 OFFLOADS = (Offload(), Offload(grads=True))
-"""What is tried where nothing fits without."""
+"""Options that are tried if nothing fits without them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Plan:
         """Return the FSDP(...) line of the recommended way, with a comment where the model must
         checkpoint activations. Raises ValueError if none fits."""
         if self.best is None:
-            raise ValueError("nothing fits, so there is no line: use more GPUs or a smaller model")
+            raise ValueError("nothing fits, so there is no plan: use more GPUs or a smaller model")
         way, words = self.best.way, ["model"]
         if way.strategy != "full_shard":
             words.append(f'strategy="{way.strategy}"')
@@ -173,7 +173,7 @@ def plan(
     per_host: int | None = None,
     nic: float | None = None,
 ) -> Plan:
-    """Predict memory and speed of training, for each strategy, on GPUs that need not be there.
+    """Predict memory and speed of a training run, for each strategy, without the GPUs.
 
     Args:
         model: a module (on the meta device, or any other; not changed), a transformers config or

@@ -1,4 +1,4 @@
-"""What a rank receives in a step: bytes from the ranks of its host, and from other hosts.
+"""Bytes that a rank receives in a step: from ranks of its own host, and from other hosts.
 
 A gather is NCCL's. In its ring each rank receives (1 - 1/n) of what is gathered
 (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md) from one neighbour. One of a host's ranks has its
@@ -16,7 +16,7 @@ import math
 from typing import NamedTuple
 
 CODE_BYTES = 2
-"""Of a float32 number that crosses hosts as bfloat16: see docs/several_hosts.md."""
+"""Of a float32 number that crosses hosts as bfloat16: see docs/launching.md."""
 
 
 class Traffic(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a user decides, and the ranks that it is decided for."""
+"""A user's choices for a run, and the ranks that they apply to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cluster(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What a user decides.
+    """A user's choices.
 
     strategy: as for FSDP. group: ranks that a hybrid strategy shards over; 0: those of a host.
     precision: "fp32"; "bf16": computes, gathers and reduces in it, state in float32; "fp8": the

@@ -1,4 +1,4 @@
-"""What is trained: a model and a step of one micro-batch, from any of the ways to name them.
+"""The workload: a model and a step of one micro-batch, however the user names them.
 
 `workload_of` takes a module, a transformers config (an object, a file, a folder or a name) or the
 dimensions of a decoder. Models that are made here have no memory.

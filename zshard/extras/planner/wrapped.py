@@ -21,7 +21,7 @@ COMPILED = 0.8
 
 
 class Over(NamedTuple):
-    """How many ranks a strategy's collectives are over.
+    """Group sizes of a strategy's collectives.
 
     gather, reduce: of a unit's parameters and gradients; sums then cross the replicas.
     reduce_passes: 1 to reduce-scatter, 2 to all-reduce. refreshes: copies are

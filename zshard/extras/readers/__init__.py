@@ -54,7 +54,9 @@ def _open_huggingface(checkpoint: Checkpoint, first: str) -> None:
         path = os.path.join(checkpoint.path, name)
         if not os.path.exists(path):
             index = os.path.join(checkpoint.path, first)
-            raise FileNotFoundError(f"'{index}' refers to '{name}', which is missing: copy it, too")
+            raise FileNotFoundError(
+                f"'{index}' refers to '{name}', which is missing: copy that file as well"
+            )
         return kind(path)
 
     _add_tensors(checkpoint, checkpoint.open_listed(first, opened_file))

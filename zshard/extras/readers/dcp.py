@@ -151,7 +151,9 @@ def _place(checkpoint: Checkpoint, where: str, name: str, info: Mapping[str, Any
     path = os.path.join(checkpoint.path, inside)
     if inside not in checkpoint.files:
         if not os.path.lexists(path):
-            raise CheckpointError(f"'{path}' is missing, but '{where}' refers to it: copy it, too")
+            raise CheckpointError(
+                f"'{path}' is missing, but '{where}' refers to it: copy it as well"
+            )
         checkpoint.files[inside] = OpenFile(path)
     file = checkpoint.files[inside]
     if not 0 <= begin <= begin + length <= file.size:

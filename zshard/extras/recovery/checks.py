@@ -1,4 +1,4 @@
-"""What zshard.Keep() refuses to keep."""
+"""Checks for models and optimizers that zshard.Keep() refuses."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def check_others(others: Sequence[Any]) -> None:
             raise NotImplementedError(f"{text}: give all parameters to one")
         if {*map(id, params)} - restored:
             raise ValueError(
-                f"Keep() got {name} without the module that it steps: pass that module, too"
+                f"Keep() got {name} without the module that it steps: pass that module as well"
             )

@@ -17,7 +17,7 @@ _NUMBER = struct.Struct("Q")
 
 
 class Mark(IntEnum):
-    """Where the header file has a number: the last step that this rank has written, and done."""
+    """Offsets of numbers in the header file: the last step that this rank has written, and done."""
 
     READY = 0
     DONE = 8
@@ -30,7 +30,7 @@ class Files:
     def __init__(self, runs: int, changes: int, before: Files | None) -> None:
         self.runs, self.changes = runs, changes
         self.counters: Counters = []
-        self.held: Sequence[int] = ()  # the keeper has these descriptors, too
+        self.held: Sequence[int] = ()  # the keeper also has these descriptors
         if before is None:
             self.head = _file("zshard-kept-head", _NUMBER.size * len(Mark))
             self._slots = [_file(f"zshard-kept-slot-{i}", 0) for i in range(2)]

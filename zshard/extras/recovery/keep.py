@@ -73,14 +73,14 @@ from zshard.extras.recovery.recover import (
 __all__ = ["Keep"]
 
 _held: dict[str, list[Tensor]] = {}
-"""What the keeper knows of, by its name there. Memory that is freed loses its contents, and an
+"""Memory that the keeper holds, by its name there. Memory that is freed loses its contents, and an
 exception that ends the script frees the model: these references stay until the keeper
 drops it, also when the interpreter ends."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))
 
 
 class Phase(Enum):
-    """Where a Keep is."""
+    """The position of a Keep."""
 
     NEW = auto()  # before recover()
     BETWEEN = auto()  # between two commits
@@ -216,7 +216,7 @@ class Keep:
         return {**start, **extra}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what recover() needs of a checkpoint beside model and optimizer, for `extra` of
+        """Return what recover() needs of a checkpoint besides model and optimizer, for `extra` of
         zshard.save(): the dict of the last commit(), the states of `others`, and of this rank's
         random number generators. Call it after the block.
 

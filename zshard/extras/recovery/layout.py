@@ -1,4 +1,4 @@
-"""Where a kept run's state lies: this rank's shards and optimizer state in files of memory.
+"""Layout of a kept run's state: this rank's shards and optimizer state in memory files.
 
 The layout goes to the keeper with descriptors of the files, so that another process can read them.
 """

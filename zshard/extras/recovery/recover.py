@@ -1,4 +1,4 @@
-"""What a new process does with what an earlier one left: choose a step, finish it, copy it.
+"""Recovery in a new process from an earlier one's memory: choose a step, finish it, copy it.
 
 Each run of processes is a generation, and each rank publishes how far its memory of each generation
 is. The newest generation in which all ranks have written a step is restored, at the last step that
@@ -50,7 +50,7 @@ HEAD, SLOTS, AREA, REST = 0, (1, 2), 3, 4
 
 
 class KeptName(NamedTuple):
-    """What a rank's memory is called at the keeper. keep: the name of its Keep(), else how many the
+    """The name of a rank's memory at the keeper. keep: the name of its Keep(), else how many the
     process made before, so that each finds its own."""
 
     generation: int

@@ -36,12 +36,12 @@ class Host(NamedTuple):
 
     @property
     def is_throttled(self) -> bool:
-        """Whether a quota allows less than the cores' time."""
+        """True if a quota allows less than the cores' time."""
         return self.quota is not None and self.quota < len(self.cores)
 
     @property
     def usable(self) -> int:
-        """How many threads may compute at once, one per core."""
+        """Number of threads that may compute at the same time, one per core."""
         return max(1, int(self.quota or 0)) if self.is_throttled else len(self.cores)
 
     @property

@@ -27,9 +27,9 @@ RESTARTS = 3  # --max-restarts with --keep, unless it is given
 HELP = "run a script on several ranks: torchrun, with cores, threads and memory set for each rank"
 
 
-def main(words: list[str]) -> int:
-    """Run the command line's program. Returns, or raises what torchrun raises."""
-    parser = _parser()
+def main(words: list[str], name: str = NAME) -> int:
+    """Run the command line's program; `name`: what was called. Raises what torchrun raises."""
+    parser = _parser(name)
     args = parser.parse_args(words)
     if args.numa_binding and args.bind not in (None, "none"):
         parser.error("--numa-binding and --bind exclude each other: pass one of them")
@@ -49,15 +49,15 @@ def main(words: list[str]) -> int:
     shares, threads, unbound = shares_of(host, ranks, binding)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for text in filter(None, (unbound, summary(shares, os.environ["OMP_NUM_THREADS"]))):
-        print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
     if shares[0].cpus:
         bind(args, shares)
-    with kept(args):
+    with kept(args, name):
         record(torchrun.run)(args)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(name: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
         "-n",
@@ -81,33 +81,34 @@ def _parser() -> argparse.ArgumentParser:
         f"and ends with this one. Sets --max-restarts to {RESTARTS} unless you pass it",
     )
     parents = [options, torchrun.get_args_parser()]
-    usage = f"{NAME} [-n N] [--bind B] [--keep] [options of torchrun] script.py [its arguments]"
-    parser = argparse.ArgumentParser(NAME, usage, HELP, parents=parents, add_help=False)
+    usage = f"{name} [-n N] [--bind B] [--keep] [options of torchrun] script.py [its arguments]"
+    parser = argparse.ArgumentParser(name, usage, HELP, parents=parents, add_help=False)
     if "PET_MAX_RESTARTS" not in os.environ:  # torchrun's variable
         parser.set_defaults(max_restarts=None)
     return parser
 
 
 @contextlib.contextmanager
-def kept(args: argparse.Namespace) -> Iterator[None]:
-    """Give the ranks a keeper, if --keep asks for one, and end it when torchrun ends: nothing is
-    restarted then. Raises KeeperError if it cannot be started."""
+def kept(args: argparse.Namespace, name: str) -> Iterator[None]:
+    """Prepare restarts of the ranks. With --keep, give the ranks a keeper, and end it when torchrun
+    ends. Raises KeeperError if it cannot be started."""
     if args.max_restarts is None:
         args.max_restarts = RESTARTS if args.keep else 0
     os.environ.pop(client.VARIABLE, None)  # of a kept run that started this one
+    if args.max_restarts:
+        # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
+        # the addresses of the processes before.
+        is_one_host = args.nnodes in ("1", "1:1")
+        if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
+            args.standalone = True
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if not args.keep:
         yield
         return
     token = os.environ[client.VARIABLE] = client.start()
     pid = client.Keeper(token).pid()
     text = f"process {pid} keeps the run's state for its restarts, and ends with this one"
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
-    # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
-    # the addresses of the processes before.
-    is_one_host = args.nnodes in ("1", "1:1")
-    if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
-        args.standalone = True
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
     try:
         yield
     finally:

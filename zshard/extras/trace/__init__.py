@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -28,16 +28,13 @@ from zshard.api import host_id, warn
 from zshard.extras.trace.records import RankTrace, apart, read_ranks, write_ranks
 from zshard.extras.trace.times import parts_of, summaries_of, text_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = ["RankTrace", "Trace", "parts_of", "profile", "read"]
 
 _ROUNDS = 20  # barriers in which hosts compare their clocks
 
 
 class Trace:
-    """What ranks have recorded: `report()`, `to_json()`, `export(file)`."""
+    """The ranges that ranks recorded: `report()`, `to_json()`, `export(file)`."""
 
     def __init__(self, ranks: Iterable[RankTrace] = ()) -> None:
         self.ranks = sorted(ranks)

@@ -1,4 +1,4 @@
-"""What ranks have recorded, and the file of it: a Chrome trace, which ui.perfetto.dev opens."""
+"""Recorded ranges of ranks, and their file: a Chrome trace, which ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NOTE = "zshard::memory "  # csrc/engine/usage.c
 
 
 class RankTrace(NamedTuple):
-    """What one rank has recorded. wall: nanoseconds from its clock to the time of day. shift: from
-    its clock to that of the trace; error: the largest error of that."""
+    """Ranges that one rank recorded. wall: nanoseconds from its clock to the time of day. shift:
+    from its clock to that of the trace; error: the largest error of that."""
 
     rank: int
     host: str

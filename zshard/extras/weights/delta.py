@@ -6,7 +6,7 @@ chance worth counting that a changed one is missed, however it was changed.
 
 Only a complete export counts. An export takes the digests out first and puts the new ones in at its
 end, so after a break or an error everything is sent again; ranks with different counts of complete
-exports do so, too.
+exports do the same.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from zshard.api import Entry, PublicCall, bytes_of, chunks, gather, plain, to_lo
 
 
 class Exported:
-    """What exports with `since=` have sent last, for one receiver: make one, and pass it to each
-    export.
+    """Remembers the last export to one receiver. Create one per receiver; pass it as `since=`.
 
     The first export sends all tensors, later ones those that have changed in any way: their values,
     or `dtype` or `rename` of the export. It costs each rank a digest of its shards, and 40 bytes

@@ -202,7 +202,7 @@ class Export:
             with PublicCall("export()"):
                 check_agreement(comm, facts, "tensors to export")
         with contextlib.ExitStack() as stack:
-            # A rank that takes nothing opens one, too: it must have read as often as the others,
+            # A rank that takes nothing also opens one: it must have read as often as the others,
             # or it writes before they have read (csrc/comm/shm/shm_word.c).
             stack.enter_context(session(state.unit for state in states))
             wanted = rounds.entries

@@ -100,7 +100,7 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
         strategy: str | ShardingStrategy = "no_shard",
         **options: Any,
     ) -> Wrapped[_M]:
-        device_ids = device_ids or None  # DDP takes an empty list, too
+        device_ids = device_ids or None  # DDP accepts an empty list
         unsupported = {
             "delay_all_reduce_named_params=": delay_all_reduce_named_params is not None,
             "param_to_hook_all_reduce=": param_to_hook_all_reduce is not None,

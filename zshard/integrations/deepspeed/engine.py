@@ -26,7 +26,7 @@ from zshard.integrations.deepspeed.ds_config import BatchSizes, Settings
 from zshard.integrations.deepspeed.engine_checkpoints import EngineCheckpoints
 
 _ACCUMULATES = (ShardingStrategy.NO_SHARD, ShardingStrategy.ZERO1)
-"""Where gradients of a round stay full until its last backward, as in DeepSpeed: stages 0 and 1."""
+"""Stages whose gradients stay full until a round's last backward, as in DeepSpeed: 0 and 1."""
 
 
 class DeepSpeedEngine(EngineCheckpoints, nn.Module):

@@ -1,8 +1,8 @@
 """DeepSpeed's checkpoints, as zshard folders: `<save_dir>/<tag>`, and a file `latest`.
 
-zshard.save() and zshard.load() do the work; the engine's counts are in `extra`, beside the script's
-client_state. The file `latest` is renamed into place after its checkpoint, so it never names an
-unfinished one.
+zshard.save() and zshard.load() do the work; the engine's counts are in `extra`, next to the
+script's client_state. The file `latest` is renamed into place after its checkpoint, so it never
+names an unfinished one.
 """
 
 from __future__ import annotations

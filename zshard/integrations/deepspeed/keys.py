@@ -244,7 +244,7 @@ SOURCES: dict[str, tuple[Sequence[str], object]] = {
     "scheduler.params.warmup_min_lr": ((), 0.0),
     "scheduler.params.warmup_num_steps": (("warmup_steps",), 0),
 }
-"""What the Trainer of transformers fills in for "auto": the names in its TrainingArguments (several
+"""Values of "auto" under the Trainer of transformers: the names in its TrainingArguments (several
 make a list), and the default."""
 
 

@@ -4,7 +4,7 @@
     trainer = Trainer(accelerator="cpu", devices=2, strategy="zshard")
 
 Importing this module registers the name "zshard". It needs Lightning: the package `lightning`, or
-`pytorch_lightning` and `lightning_fabric` if the script has imported these. See docs/trainers.md.
+`pytorch_lightning` and `lightning_fabric` if the script has imported these. See docs/lightning.md.
 """
 
 from __future__ import annotations

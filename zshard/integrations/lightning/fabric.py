@@ -284,7 +284,7 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
 
 
 class _Wrapper(nn.Module):
-    """What Fabric takes for its wrapper, so that it routes marked methods through forward."""
+    """Passes as Fabric's wrapper, so that Fabric routes marked methods through forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is loaded into the sharded module. DDP loads it before setup(),
+        """True if a checkpoint is loaded into the sharded module. DDP loads it before setup(),
         which does not work for a module on the meta device."""
         if self._restores_late is None:  # setup() runs between two queries
             module = self.lightning_module
