@@ -30,7 +30,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "core: state": (1_280, 1_842),
     "core: units": (748, 1_233),
     "core: wrap": (970, 1_442),
-    "extras": (7_079, 10_261),
+    "extras": (7_081, 10_263),
     "extras: __main__": (57, 79),
     "extras: extras/__init__": (0, 3),
     "extras: extras/any_world": (167, 239),
@@ -41,7 +41,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "extras: extras/doctor": (134, 195),
     "extras: extras/join": (43, 54),
     "extras: extras/keeping": (406, 583),
-    "extras: extras/log": (106, 141),
+    "extras: extras/log": (108, 143),
     "extras: extras/optimizers": (1_200, 1_817),
     "extras: extras/per_host": (587, 796),
     "extras: extras/planner": (1_173, 1_752),
@@ -73,7 +73,7 @@ COUNTS = {  # exactly
     "globals": 0,
     "module_tables": 15,
     "names_from_core": 154,
-    "text_lines": 2_492,
+    "text_lines": 2_494,
     "weak_dictionaries": 7,
 }
 C_LINES = 44_113

@@ -106,6 +106,8 @@ def _plan(model: nn.Module, root: State) -> Iterator[str]:
 
 def _transports(state: State) -> str:
     comms = state.comms
+    if comms.all.world == 1:
+        return "1 rank"
     text = f"over {comms.all.world} ranks by {comms.all.transport}"
     if comms.shard_group.world < comms.all.world:
         text += f", gathered over {comms.shard_group.world} by {comms.shard_group.transport}"
