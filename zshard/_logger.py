@@ -50,7 +50,7 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
         if not self.isEnabledFor(level):
             return
         text, _ = self.process(text, {})
-        made = logging.LogRecord(self.logger.name, level, "zshard/_core", 0, text, None, None)
+        made = self.logger.makeRecord(self.logger.name, level, "zshard/_core", 0, text, (), None)
         made.created, made.msecs, made.thread = at / 1e9, at // 1_000_000 % 1000, thread
         self._pass_on(self.logger.handle, made)
 
