@@ -144,27 +144,27 @@ var zshardCalculator = (() => {
   // [name, words, default: a number, or the values to choose from, the default first]
   const FIELDS = {
     Model: [
-      ["named", "start from", ["own", ...Object.keys(NAMED)]],
-      ["block", "blocks", ["llama", "gpt"]], ["layers", "layers", 32], ["width", "width", 4096],
-      ["heads", "heads", 32], ["kv_heads", "heads of keys and values", 8], ["ffn", "width of the MLP", 14336],
-      ["vocab", "vocabulary", 128256], ["seq", "tokens in a sequence", 8192],
-      ["tied", "tied head and embedding", ["no", "yes"]], ["bias", "biases", ["no", "yes"]],
+      ["named", "preset", ["custom", ...Object.keys(NAMED)]],
+      ["block", "architecture", ["llama", "gpt"]], ["layers", "layers", 32], ["width", "hidden size", 4096],
+      ["heads", "attention heads", 32], ["kv_heads", "KV heads", 8], ["ffn", "intermediate size", 14336],
+      ["vocab", "vocabulary size", 128256], ["seq", "sequence length", 8192],
+      ["tied", "tied embeddings", ["no", "yes"]], ["bias", "biases", ["no", "yes"]],
     ],
     GPUs: [
       ["gpu", "GPU", ["h100", ...Object.keys(facts.gpus).filter((name) => name !== "h100")]],
-      ["gpus", "GPUs", 16], ["per_host", "GPUs of a host", 8],
+      ["gpus", "number of GPUs", 16], ["per_host", "GPUs per node", 8],
     ],
     Training: [
       ["strategy", "strategy", STRATEGIES], ["precision", "precision", ["bf16", "fp32"]],
       ["optimizer", "optimizer", ["adamw", "adamw8bit", "sgd", "none"]],
       ["checkpointing", "activation checkpointing", ["full", "selective", "none"]],
-      ["micro_batch", "sequences of a micro-batch", 1], ["accumulate", "micro-batches of a step", 1],
+      ["micro_batch", "micro-batch size", 1], ["accumulate", "gradient accumulation steps", 1],
     ],
   };
   const ALL = Object.values(FIELDS).flat().filter(([name]) => name !== "named");
   const MODEL = FIELDS.Model.slice(1).map(([name]) => name);
 
-  // The strategies that make sense, as zshard.plan() has them. The hybrid ones shard within a host.
+  // The strategies that make sense, as zshard.plan() has them. The hybrid ones shard within a node.
   const offered = ({gpus, per_host}) =>
     gpus === 1 ? ["no_shard"] : STRATEGIES.slice(0, gpus > per_host && per_host > 1 ? 6 : 4);
 
@@ -174,7 +174,7 @@ var zshardCalculator = (() => {
     for (const [name, words, usual] of ALL) {
       const text = (texts[name] ?? "").trim(), choices = Array.isArray(usual);
       c[name] = choices ? text : Number(text);
-      if (choices && !usual.includes(text)) wrong.push(`${words}: ${text || "nothing"} is none of ${usual.join(", ")}`);
+      if (choices && !usual.includes(text)) wrong.push(`${words} must be one of ${usual.join(", ")}, got ${text || "nothing"}`);
       if (!choices && !(/^\d+$/.test(text) && c[name] >= 1 && c[name] <= 1e9))
         wrong.push(`${words} must be a whole number from 1 to 1,000,000,000, got ${text || "nothing"}`);
     }
@@ -183,16 +183,16 @@ var zshardCalculator = (() => {
   }
 
   function check(c) {
-    if (c.width % (2 * c.heads)) return `width ${c.width} must be a multiple of 2 x heads, ${2 * c.heads}`;
-    if (c.heads % c.kv_heads) return `heads ${c.heads} must be a multiple of those of keys and values, ${c.kv_heads}`;
-    if (c.gpus % c.per_host) return `${c.gpus} GPUs are not a multiple of the ${c.per_host} of a host`;
-    if (c.layers < 2) return "this page needs 2 layers or more: use zshard.plan()";
+    if (c.width % (2 * c.heads)) return `hidden size ${c.width} must be a multiple of 2 x attention heads, ${2 * c.heads}`;
+    if (c.heads % c.kv_heads) return `attention heads ${c.heads} must be a multiple of KV heads, ${c.kv_heads}`;
+    if (c.gpus % c.per_host) return `number of GPUs ${c.gpus} must be a multiple of GPUs per node, ${c.per_host}`;
+    if (c.layers < 2) return "this page needs at least 2 layers: use zshard.plan()";
     const {block, positions, total} = unitsOf(c), share = sum(block) / total;
     if (c.layers * share < 0.05 || sum(block) < Math.min(total / 1000, 2 ** 20) || positions.length > 0)
-      return "embedding or positions are so large beside the blocks that zshard makes other units: use zshard.plan()";
+      return "the embeddings are so large compared with the blocks that zshard chooses other units: use zshard.plan()";
     if (!offered(c).includes(c.strategy))
       return c.gpus === 1 ? "one GPU has nothing to shard: choose no_shard"
-        : `${c.strategy} is for several hosts of several GPUs: choose ${offered(c).join(", ")}`;
+        : `${c.strategy} needs several nodes with several GPUs each: choose ${offered(c).join(", ")}`;
     return "";
   }
 
@@ -228,7 +228,7 @@ var zshardCalculator = (() => {
       const style = `width: ${(100 * parts[part]) / scale}%; background: ${colour}`;
       return make("span", {title: `${words}: ${gib(parts[part])} GiB`, style});
     });
-    const mark = make("i", {title: `room: ${gib(limit)} GiB`, style: `left: ${(100 * limit) / scale}%`});
+    const mark = make("i", {title: `limit: ${gib(limit)} GiB`, style: `left: ${(100 * limit) / scale}%`});
     return make("div", {className: "calculator-bar"}, ...pieces, mark);
   }
 
@@ -242,21 +242,24 @@ var zshardCalculator = (() => {
       const shown = name === c.strategy ? make("strong", {}, name) : name;
       return row([shown, gib(parts.total), bar(parts, scale, limit), fits(c, parts) ? "fits" : "does not fit"]);
     });
-    const pieces = Object.entries(facts.parts).map(([part, [words, colour]]) => {
-      const swatch = make("span", {className: "calculator-swatch", style: `background: ${colour}`});
-      return row([swatch, make("code", {}, part), words, gib(chosen[part])]);
-    });
+    const swatch = (colour) => make("span", {className: "calculator-swatch", style: `background: ${colour}`});
+    const legend = make("p", {className: "calculator-legend"});
+    for (const [part, [words, colour]] of Object.entries(facts.parts))
+      legend.append(make("span", {title: part}, swatch(colour), ` ${words}`), " ");
+    const pieces = Object.entries(facts.parts).map(([part, [words, colour]]) =>
+      row([swatch(colour), make("code", {}, part), words, gib(chosen[part])]));
     pieces.push(row(["", make("code", {}, "total"), "", gib(chosen.total)]));
     return [
-      table(["strategy", "GiB", `room: ${gib(limit)} GiB`, ""], ways),
+      legend,
+      table(["strategy", "GiB per GPU", `limit: ${gib(limit)} GiB`, ""], ways),
       make("pre", {}, make("code", {}, line(c))),
-      table(["", "part", `of ${c.strategy}`, "GiB"], pieces),
+      table(["", "part", `with ${c.strategy}`, "GiB"], pieces),
     ];
   }
 
   function show(texts) {
     const [c, wrong] = read(texts), model = MODEL.map((name) => texts[name]).join();
-    field("named").value = Object.keys(NAMED).find((name) => NAMED[name].join() === model) ?? "own";
+    field("named").value = Object.keys(NAMED).find((name) => NAMED[name].join() === model) ?? "custom";
     field("wrong").textContent = wrong;
     field("result").replaceChildren(...(wrong ? [] : tables(c)));
   }

@@ -31,6 +31,7 @@ from libraries import (
     process_group,
 )
 from measure import MIB, Meter, PeakMemory, Progress, save_curve, save_json, surroundings
+from metrics import Metrics, writers
 from torch import Tensor
 
 PROMPTS = (b"class ", b"def ", b"import ", b"for ")
@@ -50,6 +51,15 @@ class Trainer:
         self.sharded: Sharded = LIBRARIES[args.library].use(model, options)
         self.held_out: list[list[float]] = []  # (step, loss)
         self.compared: dict[str, Any] = {}  # the results at --compare-at
+        self.metrics = self.metrics_of(self.config)
+
+    def metrics_of(self, config: Config) -> Metrics:
+        """What prints every --log-every steps."""
+        args, attention = self.args, 12 * config.layers * config.width * config.context
+        flops = 6 * config.parameter_count() + attention
+        made = writers(args.tensorboard, args.wandb, vars(args))
+        tokens, every = args.batch * config.context, args.log_every
+        return Metrics(self.sharded.model, tokens, every, flops, args.peak_tflops, made)
 
     def train(self, progress: Progress, meter: Meter) -> None:
         """Run steps 1 to --stop-after; measure the held-out loss every --eval-every steps."""
@@ -67,8 +77,10 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
             meter.end_step(loss.item())
+            self.metrics.step(loss)
             if step % self.args.eval_every == 0 or step in self.args.always_eval:
-                self.held_out.append([step, self.held_out_loss()])
+                with self.metrics.paused():
+                    self.held_out.append([step, self.held_out_loss()])
             if step == self.args.compare_at:
                 self.compared = self.results(meter)
             progress.update(step, meter.line() + self.last_held_out())
@@ -144,9 +156,11 @@ def run(args: argparse.Namespace, rank: int, world: int) -> None:
         if rank == 0 and not args.brief:
             print(describe(trainer), flush=True)
         meter = Meter(args.batch * trainer.config.context * world, memory)
-        progress = Progress(args.stop_after, args.library, show=rank == 0)
+        show = rank == 0 and args.log_every > args.steps  # else Metrics prints
+        progress = Progress(args.stop_after, args.library, show=show)
         trainer.train(progress, meter)
         progress.close()
+        trainer.metrics.close()
         texts = gather_from_ranks(trainer.sample(args.sample) if args.sample else "")
     losses = mean_over_ranks(meter.losses)
     final = trainer.results(meter)
@@ -229,6 +243,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.7, help="sampling temperature of that text")
     add("--transport", help="zshard only: shm or c10d (default: the fastest available)")
     add("--no-auto-wrap", action="store_true", help="wrap the model as one unit: saves no memory")
+    add("--log-every", type=int, metavar="N", help="print metrics every N steps")
+    add("--tensorboard", type=Path, metavar="DIR", help="also write them here (default N: 10)")
+    add("--wandb", metavar="PROJECT", help="also send them to Weights & Biases (default N: 10)")
+    add("--peak-tflops", type=float, help="of a rank, for MFU (default: measured)")
     add("--brief", action="store_true", help="print only the progress and the sample")
     add("--out", type=Path, help="directory for run.json and loss.png (default: runs/LIBRARY-SIZE)")
     args = parser.parse_args(arguments)
@@ -251,6 +269,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     args.stop_after = min(args.stop_after or args.steps, args.steps)
+    never = args.steps + 1
+    args.log_every = args.log_every or (10 if args.tensorboard or args.wandb else never)
     args.always_eval = [args.compare_at, args.stop_after]
     args.out = args.out or Path("runs") / f"{args.library}-{args.size}"
 

@@ -18,9 +18,10 @@ from zshard.checkpoint.contents import Contents, inventory, ranks_of
 from zshard.checkpoint.folder import PART, Staging, Target, latest_checkpoint, names_at, path_of
 from zshard.checkpoint.load import load
 from zshard.checkpoint.manifest import BLOCK, NAME, FileBlocks, FileRecord, Manifest
+from zshard.checkpoint.progress import advance, bar
 from zshard.checkpoint.safetensors import CODES, DTYPES, OpenFile, SafetensorsFile
 from zshard.checkpoint.save import save
-from zshard.checkpoint.save_plan import Beside, SavePlan, index_of, lay_out, texts_of
+from zshard.checkpoint.save_plan import Beside, SavePlan, index_of, lay_out, texts_of, with_dtype
 from zshard.checkpoint.script_state import rng_state, set_rng_state
 from zshard.checkpoint.write import Writer, write_text
 from zshard.fsdp import ARGUMENTS, FSDP, Wrapped

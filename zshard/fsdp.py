@@ -43,7 +43,7 @@ from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
 from zshard.state.module import whole_state_dict
 from zshard.units.open_forwards import call_guarded, uncompiled
-from zshard.units.returned import look, note_used
+from zshard.units.returned import note_used
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, OnNonfinite, is_unit, modules_of, state_of
 from zshard.upper import import_upper
@@ -185,7 +185,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         deterministic: "any-world": the same bits for any number of ranks, transport and strategy.
             A step is `micro_batches` forwards and backwards of all ranks together, whose gradients
             zshard adds in a fixed order and divides by their number; see micro_batches() and
-            docs/any_world.md. Float32 or float64 parameters on CPUs. Default: None, the bits of DDP
+            docs/fault_tolerance.md#any-number-of-ranks. Float32 or float64 parameters on CPUs. Default: None, the bits of DDP
             with as many ranks.
         micro_batches: how many that are; at least as many as ranks. Default: None.
 
@@ -315,7 +315,6 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         """
         state_dict = names_without_module(self, state_dict)
         note_used(state_dict.values() if isinstance(state_dict, Mapping) else ())
-        look()
         with sizes_for_torch(self):
             return super().load_state_dict(state_dict, *args, **kwargs)
 

@@ -38,7 +38,7 @@ HEAD = """# Model classes of transformers
 One class for each kind of model in transformers {transformers}, tiny, from its default
 configuration. Two ranks train it for {steps} steps under DDP (`find_unused_parameters=True`)
 and under a bare `FSDP(model)`, with the class's own dropout. Each rank has its own batch; the loss
-is the mean square of the outputs. Equal: all losses, parameters and buffers, to the last bit. Made
+is the mean square of the outputs. Equal: all losses, parameters and buffers, bit for bit. Made
 by `docs/tools/class_table.py` on {date} with torch {torch} and zshard {zshard}.
 
 | | classes |

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/quick_start.md and docs/concepts.md from what models say on two ranks.
+"""Draw the pictures of docs/concepts.md from what models say on two ranks.
 
     python docs/tools/pictures.py [--out docs/images]
 

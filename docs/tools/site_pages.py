@@ -1,9 +1,10 @@
 """A hook of mkdocs (mkdocs.yml): what the site of `make docs` has beyond docs/.
 
-- Pages of other folders (README.md, ARCHITECTURE.md, benchmarks/...), the API from docstrings, the
-  messages from the sources, and the calculator's data from the planner.
+- Pages of other folders (README.md, examples/README.md, benchmarks/...), the API from docstrings,
+  the messages from the sources, and the calculator's data from the planner.
 - Links between all of these. In the repository they are relative to its root; a link to a file
   that is no page leads to the repository (`repo_url`), or becomes plain text.
+- Redirects from where pages were before (addresses.py).
 - Each page as Markdown, training.md beside training/, and llms.txt, which lists them.
 """
 
@@ -21,24 +22,18 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
+import addresses  # noqa: E402
 import api_page  # noqa: E402
 import calculator_data  # noqa: E402
 import message_page  # noqa: E402
 
-PAGES = {  # path in the repository -> page of the site
-    "README.md": "index.md",
-    "ARCHITECTURE.md": "architecture.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks/index.md",
-}
 RESULTS = "benchmarks/results"
-PAGES |= {
+PAGES = addresses.PAGES | {
     f"{RESULTS}/{path.name}": f"{RESULTS}/{path.name}" for path in (ROOT / RESULTS).glob("*.md")
 }
 SOURCES = {page: source for source, page in PAGES.items()}
-CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+CODE_OR_LINK = re.compile(rf"```.*?```|{LINK.pattern}|`[^`\n]*`", re.DOTALL)
 
 texts: dict[str, str] = {}  # page of the site -> its Markdown, once it is read
 sections: dict[str, list[str]] = {}  # heading of llms.txt -> its pages
@@ -51,6 +46,7 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "api.md", content=api_page.page()))
     files.append(File.generated(config, "messages.md", content=message_page.page()))
     files.append(File.generated(config, "calculator_data.js", content=calculator_data.script()))
+    files.append(File.generated(config, "moved.js", content=addresses.script()))
     return files
 
 
@@ -61,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     folder = posixpath.dirname(SOURCES.get(uri, f"docs/{uri}"))
 
     def moved(link: re.Match[str]) -> str:
-        image, text, to = link.groups()
+        image, text, to = link.groups(default="")  # of code: none
         path, hash_, anchor = to.partition("#")
         if not path or re.match(r"\w+:", to):
             return link.group()
@@ -74,9 +70,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             return link.group()  # mkdocs reports it
         return f"[{text}]({config.repo_url}/blob/main/{there})" if config.repo_url else text
 
-    codes = CODE.findall(markdown)
-    pieces = [LINK.sub(moved, piece) for piece in CODE.split(markdown)]
-    texts[uri] = "".join(a + b for a, b in zip(pieces, [*codes, ""], strict=True))
+    texts[uri] = CODE_OR_LINK.sub(moved, markdown)
     return texts[uri]
 
 
@@ -98,8 +92,11 @@ def on_nav(nav: Any, config: Any, files: Files) -> None:
 
 
 def on_post_build(config: Any) -> None:
-    """Write each page as Markdown, and the list of them for language models."""
+    """Write redirects, each page as Markdown, and the list of pages for language models."""
     site = Path(config.site_dir)
+    for name, text in addresses.stubs().items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
     for section, uris in sections.items():
         lines += ["", f"## {section}", ""]

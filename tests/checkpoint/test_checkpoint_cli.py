@@ -130,6 +130,8 @@ def test_export(saved, command, dtype, tmp_path):
     assert index["weight_map"].keys() == state.keys() and len({*index["weight_map"].values()}) > 1
     for folder in (tmp_path / "out", tmp_path / "many"):
         assert_same(tensors_in(folder), state, "the files")
+        config = json.loads((folder / "config.json").read_text())
+        assert options == [] or config["dtype"] == str(wanted).removeprefix("torch.")
         if dtype != "bf16":
             again = make(Tied, 3)
             zshard.load(folder, again)
@@ -140,7 +142,8 @@ def test_export_of_dcp_folders(command, tmp_path):
     """Also through several chunks of memory, and into another dtype."""
     model = nn.Sequential(nn.Linear(2048, 2100), nn.BatchNorm1d(2100))
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
-    assert command("export", tmp_path / "x", tmp_path / "out", "--dtype", "bf16")[0] == 0
+    status, text = command("export", tmp_path / "x", tmp_path / "out", "--dtype", "bf16")
+    assert status == 0 and "there is no config.json" in text
     state = model.state_dict()
     wanted = {k: v.bfloat16() if v.is_floating_point() else v for k, v in state.items()}
     assert_same(tensors_in(tmp_path / "out"), wanted, "the files")

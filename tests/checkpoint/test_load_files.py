@@ -171,6 +171,39 @@ def test_missing_entries_are_errors(tmp_path):
         FSDP(other, param_init_fn=zshard.uninitialized)
 
 
+class Rotary(nn.Module):
+    """As in Hugging Face's models: no checkpoint has its tables, the model's _init_weights does."""
+
+    def __init__(self, fills=("table", "mask")):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.register_buffer("table", torch.ones(4), persistent=False)
+        self.inner.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+        self.fills = fills
+
+    def _init_weights(self, module):
+        for name in self.fills if module is self.inner else ():
+            getattr(module, name).copy_(torch.tensor([1, 0, 1, 1]))
+
+    def forward(self, x):
+        return self.inner(x) * self.inner.table * self.inner.mask
+
+
+@on_ranks(2)
+def test_what_no_checkpoint_has_is_initialized_by_the_model(tmp_path):
+    state = {"inner.weight": torch.arange(16.0).view(4, 4), "inner.bias": torch.ones(4)}
+    path = write(tmp_path / "x", state)
+    with torch.device("meta"):
+        model, no_table, no_mask = Rotary(), Rotary(["mask"]), Rotary(["table"])
+    model = FSDP(model, param_init_fn=zshard.uninitialized)
+    zshard.load(path, model)
+    assert_same(model.state_dict(), state, "the parameters")
+    assert_same(model(torch.ones(4)), torch.tensor([7.0, 0, 39, 55]), "a result")
+    for other, name in ((no_table, "table"), (no_mask, "mask")):
+        with pytest.raises(ValueError, match=f"'inner.{name}' is on the meta device"):
+            FSDP(other, param_init_fn=zshard.uninitialized)
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 

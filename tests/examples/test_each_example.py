@@ -1,7 +1,7 @@
 """Each example in its short form: the losses of torch's DDP to the last bit, also after a kill.
 
 `--quick` trains a tiny model for six steps. What full runs must reach stands in the examples, and
-docs/examples.md has their results.
+examples/README.md has their results.
 """
 
 from __future__ import annotations

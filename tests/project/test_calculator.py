@@ -78,26 +78,26 @@ CASES = [
 ]
 START = CASES[6]  # in the address when the page opens
 MISUSED = {
-    "width 768 must be a multiple of 2 x heads, 14": {
+    "hidden size 768 must be a multiple of 2 x attention heads, 14": {
         "width": "768",
         "heads": "7",
         "kv_heads": "7",
     },
-    "heads 8 must be a multiple of those of keys and values, 3": {"heads": "8", "kv_heads": "3"},
+    "attention heads 8 must be a multiple of KV heads, 3": {"heads": "8", "kv_heads": "3"},
     "layers must be a whole number from 1 to 1,000,000,000, got 0": {"layers": "0"},
-    "vocabulary must be a whole number from 1 to 1,000,000,000, got nothing": {"vocab": " "},
-    "GPUs must be a whole number from 1 to 1,000,000,000, got 1.5": {"gpus": "1.5"},
-    "width of the MLP must be a whole number from 1 to 1,000,000,000, got -4": {"ffn": "-4"},
-    "12 GPUs are not a multiple of the 8 of a host": {"gpus": "12", "per_host": "8"},
-    "this page needs 2 layers or more: use zshard.plan()": {"layers": "1"},
-    "embedding or positions are so large": {"vocab": "100000000"},
+    "vocabulary size must be a whole number from 1 to 1,000,000,000, got nothing": {"vocab": " "},
+    "number of GPUs must be a whole number from 1 to 1,000,000,000, got 1.5": {"gpus": "1.5"},
+    "intermediate size must be a whole number from 1 to 1,000,000,000, got -4": {"ffn": "-4"},
+    "number of GPUs 12 must be a multiple of GPUs per node, 8": {"gpus": "12", "per_host": "8"},
+    "this page needs at least 2 layers: use zshard.plan()": {"layers": "1"},
+    "the embeddings are so large": {"vocab": "100000000"},
     "one GPU has nothing to shard: choose no_shard": {
         **{"gpus": "1", "per_host": "1", "strategy": "zero1"}
     },
-    "hybrid_full is for several hosts of several GPUs: choose full_shard": {
+    "hybrid_full needs several nodes with several GPUs each: choose full_shard": {
         **{"gpus": "8", "per_host": "8", "strategy": "hybrid_full"}
     },
-    "GPU: abacus is none of h100": {"gpu": "abacus"},
+    "GPU must be one of h100": {"gpu": "abacus"},
 }
 RUN = """
 const found = cases.map((texts) => {
@@ -118,6 +118,9 @@ function enter(texts) {
   at("layers").dispatchEvent(new Event("input", {bubbles: true}));
 }
 const page = {opened: rows(), line: at("result").querySelector("pre").innerText};
+const legend = at("result").firstElementChild;
+page.legend = [legend.innerText, legend.className, legend.nextElementSibling.tagName];
+page.names = [...document.querySelectorAll("#calculator label")].map((each) => each.innerText);
 page.labels = [...document.querySelectorAll("#calculator input, #calculator select")].map(
   (each) => [each.id, each.labels.length]);
 enter(misused[0]);
@@ -237,7 +240,7 @@ def test_misuse_is_explained(computed):
 def test_the_page_shows_what_its_address_says(page, planned):
     rows = planned[CASES.index(START)]
     heads, shares = page["opened"][0], page["opened"][1 : 1 + len(rows)]
-    assert "room: 71.9 GiB" in heads
+    assert "limit: 71.9 GiB" in heads
     for text, (strategy, memory, fits, _) in zip(shares, rows, strict=True):
         assert text.startswith(strategy) and f"{memory['total'] / GIB:.1f}" in text
         assert text.endswith("fits" if fits else "does not fit")
@@ -250,6 +253,15 @@ def test_the_page_shows_what_its_address_says(page, planned):
 def test_inputs_have_labels_and_a_named_model_fills_them(page):
     assert len(page["labels"]) == 20 and all(count == 1 for _, count in page["labels"])
     assert page["named"] == ["768", "50257", ""]
+
+
+def test_labels_are_those_of_the_field(page):
+    names = "layers, hidden size, attention heads, KV heads, intermediate size, vocabulary size"
+    names += ", sequence length, number of GPUs, GPUs per node, micro-batch size"
+    assert {*names.split(", "), "gradient accumulation steps"} <= set(page["names"])
+    words = " ".join(words for words, _ in calculator_data.MEMORY.values())
+    assert page["legend"][0].split() == words.split()
+    assert page["legend"][1:] == ["calculator-legend", "TABLE"]
 
 
 def test_the_page_asks_no_other_host():

@@ -1,13 +1,15 @@
 """README.md and docs/: code runs, links lead somewhere, claims have tests, first pages stay short.
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
-(docs/gpus.md needs a GPU. docs/lightning.md and accelerate.md need the trainers: tests/trainers. A
-block with zshard.Keep needs a keeper: tests/keeping/test_kept_runs.py.)
+(docs/quick_start.md: test_quick_start.py. docs/gpus.md needs a GPU. docs/lightning.md and
+accelerate.md need the trainers: tests/trainers. A block with zshard.Keep needs a keeper:
+tests/keeping/test_kept_runs.py.)
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,10 @@ from named import problem_with
 from nursery import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
+
+import addresses  # noqa: E402
+
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 PAGES += [
@@ -22,8 +28,12 @@ PAGES += [
     *DESIGN,
     *sorted((ROOT / "docs" / "contributing").glob("*.md")),
     ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
 ]
-RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "gpus", "lightning", "accelerate"}
+GENERATED = ("docs/api.md", "docs/messages.md")  # on the site only (docs/tools/site_pages.py)
+RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "quick_start", "gpus"}
+RUN_ELSEWHERE |= {"lightning", "accelerate"}
+SOURCES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh", ".py", ".pyi", ".md", ".yml", ".js"}
 FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools", "docs/tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -71,10 +81,83 @@ def test_code_of_each_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None
 
 
 def test_links_resolve() -> None:
-    links = {page.name: broken(page, page.read_text()) for page in PAGES}
+    links = {str(page.relative_to(ROOT)): broken(page, page.read_text()) for page in PAGES}
     assert {name: wrong for name, wrong in links.items() if wrong} == {}
     text = "# A heading: two\n[a](no.md) [b](#a-heading-two) [c](#three) ![d](README.md#no) `[e](no)`\n"
     assert broken(ROOT / "README.md", text) == ["no.md", "#three", "README.md#no"]
+
+
+def leads_nowhere(name: str, anchor: str) -> bool:
+    """Whether a page, by its path in the repository, or its heading is missing."""
+    if name in GENERATED:
+        return False
+    page = ROOT / name
+    return not page.exists() or (anchor != "" and anchor not in anchors(page.read_text()))
+
+
+def test_pages_named_outside_the_pages_exist() -> None:
+    """In the texts of errors, docstrings, comments, results and workflows: docs/page.md, with or without #anchor."""
+    named = re.compile(r"(?<![\w:-])docs/[\w/]+\.md(?:#[\w-]+)?")
+    folders = (*FOLDERS, "examples", ".github", ".ci")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+    texts = {path: path.read_text(errors="ignore") for path in [*paths, *ROOT.glob("*.*")]
+             if path.suffix in SOURCES and path != Path(__file__)}  # fmt: skip
+    assert len(texts) > 900
+    links = {
+        (str(path.relative_to(ROOT)), link)
+        for path, text in texts.items()
+        for link in named.findall(text)
+    }
+    assert [*sorted(x for x in links if leads_nowhere(*x[1].partition("#")[::2]))] == []
+
+
+def test_old_pages_and_headings_lead_to_new_ones() -> None:
+    """docs/moved.txt names each page that was ever published."""
+    moved = addresses.table()
+    assert len([old for old in moved if "#" not in old]) >= 58
+    wrong = []
+    for old, new in moved.items():
+        path, _, anchor = new.partition("#")
+        if leads_nowhere(str((ROOT / "docs" / path).resolve().relative_to(ROOT)), anchor):
+            wrong.append(f"{old} leads to {new}, which does not exist")
+        page, _, heading = old.partition("#")
+        there = (ROOT / "docs" / page).exists()
+        if old != new and there and not leads_nowhere(f"docs/{page}", heading):
+            wrong.append(f"{old} exists, but leads to {new}")
+        if page not in moved:
+            wrong.append(f"{old} has a line, but its page has none")
+    assert wrong == []
+
+
+def test_moved_pages_have_addresses() -> None:
+    moved = addresses.table(
+        "# a comment\na.md#b ../README.md\nc.md c.md\nd.md ../examples/README.md#e\n"
+    )
+    assert addresses.redirects(moved) == {"a/#b": "", "d/": "examples/#e"}
+
+
+# What readers stumble over, and what to write instead.
+WORDS = {
+    r"to the (?:last )?bit\b": "bit for bit, bitwise identical",
+    r"\bbites?\b": "pitfalls",
+    r", too[.,;:]": "put it first, or leave it out",
+    r"\bnobody\b": "name the subject: no rank, a script",
+    r"\bfakes? of\b": "a simulated backend; not run on hardware",
+    r"^#+ (?:What|Which|Whatever|Where|Who) ": "a task or a noun as heading",
+}
+MANUAL = [
+    page for page in PAGES if page.parent.name in ("docs", "examples") or page.name == "README.md"
+]
+
+
+def test_words_of_pages() -> None:
+    found = [
+        f"{page.relative_to(ROOT)}: {match[0]!r}: write {better}"
+        for page in MANUAL
+        for pattern, better in WORDS.items()
+        for match in re.finditer(pattern, without_code(page.read_text()), re.M)
+    ]
+    assert found == []
 
 
 def torn_tables(text: str) -> list[str]:
@@ -90,14 +173,16 @@ def test_tables_have_a_header() -> None:
 
 
 def test_pages_install_from_a_clone() -> None:
-    """zshard is not on PyPI."""
+    """zshard is not on PyPI, as docs/install.md says."""
     named = r"pip install (?:-\S+ )*['\"]?zshard"
-    assert [page.name for page in PAGES if re.search(named, page.read_text())] == []
+    assert [page.name for page in PAGES if re.search(named, page.read_text())] == ["install.md"]
+    assert "Nothing has been published yet" in (ROOT / "docs" / "install.md").read_text()
 
 
 def test_first_pages_are_short() -> None:
     for name, lines in (("README.md", 100), ("ARCHITECTURE.md", 200), ("CONTRIBUTING.md", 120)):
         assert len((ROOT / name).read_text().splitlines()) <= lines, name
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_design_pages_have_one_form() -> None:

@@ -1,5 +1,4 @@
-"""What pip makes of this repository: how a build without torch fails, what a wheel needs, and what
-the pages say to type.
+"""What pip makes of this repository: how a build without torch fails, and what a wheel needs.
 
 The wheel is made from a source distribution, as `python -m build` does it, with the objects of the
 last build, in place: whatever the source distribution lacks makes them out of date, and its build
@@ -305,60 +304,3 @@ def test_wheel_runs_with_nothing_but_torch(clean: Path, tmp_path: Path) -> None:
     for rank in range(2):
         told = (tmp_path / f"told-{rank}").read_text()
         assert told == f"True ['numpy', 'setuptools'] {package}"
-
-
-# --- what the pages say to type ---------------------------------------------------------------------
-
-INSTALLING = ["README.md", "docs/quick_start.md"]
-TORCHRUN = re.compile(r"^torchrun .* train\.py", re.M)
-FIRST_SCRIPT = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
-
-
-def install_commands(text: str) -> list[str]:
-    """The lines of the code blocks of a page's section Install."""
-    sections = re.split(r"^## (?:\d\. )?", text, flags=re.M)
-    (install,) = [section for section in sections if section.startswith("Install\n")]
-    return "".join(re.findall(r"^```\w*\n(.*?)^```", install, re.M | re.S)).splitlines()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("page", INSTALLING)
-def test_page_works_as_typed_in_a_fresh_clone(page: str, tmp_path: Path) -> None:
-    """The commands of Install, in order, in a fresh environment. Then the page's first script and
-    its launch line, in the clone and elsewhere; and the same after an editable install."""
-    clone, elsewhere, home = (tmp_path / name for name in ("clone", "elsewhere", "home"))
-    text = (ROOT / page).read_text()
-    script, launch = FIRST_SCRIPT.search(text), TORCHRUN.search(text)
-    assert script is not None and launch is not None
-    for name in tracked():
-        (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, clone / name)
-    elsewhere.mkdir()
-    venv.create(home, symlinks=True, with_pip=True)
-    (tmp_path / "torch.txt").write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
-    env = {
-        "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PIP_CONSTRAINT": str(tmp_path / "torch.txt"),  # the torch that is tested, not the newest
-        "PIP_RETRIES": "1",  # of an index that this machine does not reach
-        "OMP_NUM_THREADS": "1",
-    }
-
-    def type_in(folder: Path, line: str) -> str:
-        done = run("bash", "-c", line, cwd=folder, **env)
-        assert done.returncode == 0, f"{line}\n{done.stdout}"
-        return done.stdout
-
-    def train(package: Path) -> None:
-        for folder in (clone, elsewhere):
-            (folder / "train.py").write_text(script[1])
-            said = type_in(folder, "python -m zshard doctor") + type_in(folder, launch[0])
-            assert "CPU training is available" in said and "loss 0.0" in said
-            assert "Warning" not in said, said
-        where = type_in(elsewhere, "python -c 'import zshard; print(zshard.__path__[0])'")
-        assert Path(where.strip()) == package
-
-    for line in install_commands(text):
-        type_in(clone, line)
-    train(next(home.glob("lib/python3*/site-packages")) / "zshard")
-    type_in(clone, "pip install --no-build-isolation -e .")
-    train(clone / "zshard")

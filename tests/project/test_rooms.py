@@ -47,6 +47,7 @@ LIBRARIES = re.compile(
     re.IGNORECASE,
 )
 NAMED_BELOW = {  # files of the core that name a library in code: which, and why
+    "checkpoint/progress": ("tqdm", "a bar for long saves and loads, if it is installed"),
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),
     "checkpoint/script_state": ("numpy", "a script saves NumPy's arrays and random state"),
     "guard/outside": (

@@ -65,6 +65,17 @@ def zeroed_and_loaded(owner, load, key):
     load(state)
 
 
+def both_loaded(model, optimizer, step):
+    """Write to both state dicts in place, as dcp.load does, then load them in both orders."""
+    for first in (model, optimizer):
+        second = optimizer if first is model else model
+        states = {owner: owner.state_dict() for owner in (model, optimizer)}
+        states[model][WEIGHT].zero_()
+        states[optimizer]["state"][0]["exp_avg"].zero_()
+        first.load_state_dict(states[first])
+        second.load_state_dict(states[second])
+
+
 def only_read(model, optimizer, step):
     both = [model.state_dict(), optimizer.state_dict()]
     torch.save(copy.deepcopy(both), io.BytesIO())
@@ -94,13 +105,14 @@ FINE = {
     "an optimizer's, loaded": lambda model, optimizer, step: zeroed_and_loaded(
         optimizer, optimizer.load_state_dict, "exp_avg"
     ),
+    "both, one after the other": both_loaded,
     "only read": only_read,
     "of other calls": of_other_calls,
 }
 
 
-def warnings_of(write, combination, after):
-    """Return the warnings of a script that writes twice."""
+def warnings_of(write, combination, folder=None):
+    """Return the warnings of a script that writes twice, and then steps, or saves to `folder`."""
     model = wrapped(Stack, combination)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
 
@@ -114,19 +126,20 @@ def warnings_of(write, combination, after):
         step()
         for _ in range(2):
             write(model, optimizer, step)
-            if after == "step":
+            if folder is None:
                 step()
             else:
-                model.load_state_dict({n: v + 1 for n, v in model.state_dict().items()})
+                zshard.save(folder, model, optimizer, overwrite=True)
     return [str(each.message) for each in caught if "is lost" in str(each.message)]
 
 
-@pytest.mark.parametrize("after", ["step", "load"])
+@pytest.mark.parametrize("after", ["step", "save"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("write", LOST)
 @on_ranks(2)
-def test_a_lost_write_is_one_warning(write, combination, after):
-    texts = warnings_of(LOST[write], combination, after)
+def test_a_lost_write_is_one_warning(write, combination, after, tmp_path):
+    folder = tmp_path / "saved" if after == "save" else None
+    texts = warnings_of(LOST[write], combination, folder)
     if combination[0] == "no_shard":  # it is not lost
         assert texts == []
     else:
@@ -138,4 +151,4 @@ def test_a_lost_write_is_one_warning(write, combination, after):
 @pytest.mark.parametrize("write", FINE)
 @on_ranks(2)
 def test_what_is_loaded_or_read_is_no_warning(write, combination):
-    assert warnings_of(FINE[write], combination, "step") == []
+    assert warnings_of(FINE[write], combination) == []

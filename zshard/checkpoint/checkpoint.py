@@ -23,6 +23,7 @@ from zshard._errors import CheckpointError
 from zshard.checkpoint import script_state
 from zshard.checkpoint.folder import absolute, finished, name_of, path_of
 from zshard.checkpoint.manifest import NAME, FileBlocks, Manifest, dict_of
+from zshard.checkpoint.progress import advance
 from zshard.checkpoint.safetensors import (
     HEADER_LIMIT,
     OpenFile,
@@ -91,12 +92,14 @@ class Reader:
             is_plain = flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
             if flat.dtype == entry.dtype and is_plain:
                 entry.read_into(bytes_of(flat), begin * item)
+                advance(flat.numel() * item)
                 torch.autograd.graph.increment_version(target)
             else:
                 for first, last in chunks(flat.numel(), entry.dtype):
                     chunk = self._memory.of(last - first, entry.dtype)
                     entry.read_into(bytes_of(chunk), (begin + first) * item)
                     flat[first:last].copy_(chunk)
+                    advance(chunk.numel() * item)
 
 
 class InParts(Protocol):

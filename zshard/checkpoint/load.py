@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from zshard.checkpoint.checkpoint import Averages, Checkpoint, is_extra_state, o
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of
 from zshard.checkpoint.load_optimizer import numbered_state, pending_in, prepare
-from zshard.checkpoint.manifest import FileBlocks, own_blocks, share
+from zshard.checkpoint.manifest import BLOCK, FileBlocks, own_blocks, share
+from zshard.checkpoint.progress import bar
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
@@ -148,7 +149,7 @@ def load(
         sizes.extend(each.numel() * each.dtype.itemsize for each in pending)
         if optimizer is not None:
             plans.insert(1, prepare(comm, optimizer, numbered))
-        with on_all_ranks(comm):
+        with on_all_ranks(comm), bar("loading", lambda: _bytes_of(pending), comm.rank == 0):
             for todo in plans:
                 todo.carry_out()
     loaded.path, loaded.step = checkpoint.path, checkpoint.step
@@ -156,6 +157,10 @@ def load(
     loaded.unexpected_keys = list(keys.unexpected_keys)
     loaded.verified = verify and checkpoint.manifest is not None
     return loaded
+
+
+def _bytes_of(pending: Iterable[Pending]) -> int:
+    return sum(value.numel() * value.dtype.itemsize for value in pending)
 
 
 # --- opening --------------------------------------------------------------------------------------
@@ -275,4 +280,5 @@ def _check(
         ranges = [(names[id(file)], begin, end) for file, begin, end in wanted]
         blocks = checkpoint.spread.own_blocks(comm, ranges)  # also if nothing is verified
     if verify:
-        _verify(comm, checkpoint, blocks)
+        with bar("verifying", lambda: BLOCK * len(blocks), comm.rank == 0):
+            _verify(comm, checkpoint, blocks)

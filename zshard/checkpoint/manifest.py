@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from zshard import _core
 from zshard._errors import CheckpointError
+from zshard.checkpoint.progress import advance
 from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile, object_of, rows_of
 from zshard.ranks.agreement import gather_bytes
 from zshard.state.source import CHUNK
@@ -299,6 +300,7 @@ class FileBlocks(list[Block]):
                     where += f", which contain {', '.join(names)}" if names else ""
                     text = f"'{file.path}' is damaged: checksum mismatch in {where}"
                     raise CheckpointError(text)
+            advance(last - first * BLOCK)
 
 
 def own_blocks(

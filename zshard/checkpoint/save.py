@@ -11,6 +11,7 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from array import array
@@ -30,6 +31,7 @@ from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_o
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.manifest import NAME as MANIFEST
 from zshard.checkpoint.manifest import FileRecord, Written
+from zshard.checkpoint.progress import bar
 from zshard.checkpoint.safetensors import CODES
 from zshard.checkpoint.save_plan import Kept, SavePlan, SaveRequest, plan_of
 from zshard.checkpoint.script_state import encode
@@ -213,7 +215,8 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
                 for file in plan.files:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
         writer = Writer(plan)
-        with on_all_ranks(comm), torch.no_grad():
+        size = functools.partial(plan.size, headers=rank_0, texts=False)
+        with on_all_ranks(comm), torch.no_grad(), bar("saving", size, rank_0):
             rows = list(_write_runs(plan, staging.path, rank_0, writer))
         everyone = _gather(comm, rows)
         strange = writer.strange_on_any(comm)

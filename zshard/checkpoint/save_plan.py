@@ -155,6 +155,10 @@ class SavePlan:
             runs[name] = [(0, len(text), text)]
         return runs
 
+    def size(self, headers: bool, texts: bool) -> int:
+        """Return how many bytes these are."""
+        return sum(run[1] for of_file in self.runs(headers, texts).values() for run in of_file)
+
     def clean_up(self, comm: _core.Comm, leads: bool, strange: Collection[str]) -> None:
         """After the save, delete older checkpoints, and warn of NaN and of newer ones. Collective.
 
@@ -220,15 +224,22 @@ def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]
     values = json.loads(config.to_json_string())
     dtypes = [item.dtype for file in files for item, _ in file.places]
     stored = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-    if stored is not None:  # as in save_pretrained(): from_pretrained() uses this dtype
-        values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(stored)[len("torch.") :]
     if not values.get("architectures"):
         values["architectures"] = [class_of(model).__name__]
-    texts = {"config.json": json.dumps(values, indent=2, sort_keys=True).encode()}
+    texts = {"config.json": with_dtype(values, stored)}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         texts["generation_config.json"] = generation.to_json_string().encode()
     return texts
+
+
+def with_dtype(config: dict[str, Any], stored: torch.dtype | None) -> bytes:
+    """Return a config.json that names the dtype of the stored weights, if it is not None, as
+    save_pretrained() writes it: from_pretrained() loads in this dtype."""
+    if stored is not None:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(stored).removeprefix("torch.")
+    return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 # --- the layout of files --------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zshard import _core
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Written
+from zshard.checkpoint.progress import advance
 from zshard.checkpoint.safetensors import CODES, rows_of
 from zshard.checkpoint.save_plan import Piece, SavePlan, WrittenRun
 from zshard.ranks.agreement import bytes_of, gather
@@ -31,6 +32,7 @@ from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 from zshard.units.units import ModelContext
 
+_MOST = 2**26  # bytes of a write, apart from large tensors: a progress bar moves after each
 _ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
 
 _NUMBERS = ("BF16", "F16", "F32", "F64")  # codes of dtypes whose values the core checks
@@ -52,6 +54,7 @@ class Writer:
         self._ranges: list[Any] = []  # the argument of _core.File.write()
         self._names: list[str] = []  # of their tensors
         self._used = 0  # bytes of the chunk
+        self._size = 0  # of the ranges
         self._written: list[Written] = []
 
     @functools.cached_property
@@ -92,6 +95,9 @@ class Writer:
     def _add(self, offset: int, data: bytes | memoryview, code: str, name: str) -> None:
         self._ranges.append((offset, data, code) if code in _NUMBERS else (offset, data))
         self._names.append(name)
+        self._size += len(data)
+        if self._size >= _MOST:
+            self._flush()
 
     def _copy(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy values to the chunk. Return the copy, which is valid until the next _flush()."""
@@ -111,7 +117,8 @@ class Writer:
         self.strange += [self._names[place] for place in places]
         self._ranges.clear()
         self._names.clear()
-        self._used = 0
+        advance(self._size)
+        self._used = self._size = 0
 
 
 def write_text(path: str, text: bytes) -> FileRecord:

@@ -29,11 +29,14 @@ from zshard.api import (
     Readable,
     Staging,
     Target,
+    advance,
+    bar,
     bytes_of,
     chunks,
     index_of,
     lay_out,
     parse_size,
+    with_dtype,
     write_text,
 )
 from zshard.extras.averages.saved_averages import AVERAGE, SavedAverages, stem_of
@@ -189,12 +192,16 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _check_all(checkpoint: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
-    spread = checkpoint.spread
-    if not isinstance(spread, Spread):
-        return checkpoint.verify()
-    spread.check()
-    spread.blocks().check()
-    return sum(spread.manifest.files[name].size for name in spread.here)
+    spread, manifest = checkpoint.spread, checkpoint.manifest
+    assert manifest is not None, "the caller checks this"
+    here = spread.here if isinstance(spread, Spread) else manifest.files
+    size = sum(manifest.files[name].size for name in here)
+    with bar("verifying", lambda: size, show=True):
+        if not isinstance(spread, Spread):
+            return checkpoint.verify()
+        spread.check()
+        spread.blocks().check()
+    return size
 
 
 def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
@@ -215,7 +222,7 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
         staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
         try:
             staging.open()
-            names = _write_all(staging.path, items, size, checkpoint)
+            names = _write_all(staging.path, items, size, checkpoint, dtype)
             staging.commit()
         except BaseException:
             staging.discard()
@@ -224,17 +231,26 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
             staging.close()
     where = names[0] if len(names) == 1 else f"{len(names)} files"
     print(f"wrote {len(items)} tensors to '{out}' ({where})")
+    if not os.path.exists(os.path.join(out, "config.json")):
+        print("there is no config.json: for from_pretrained(), copy the model's to the folder")
     return 0
 
 
-def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoint) -> list[str]:
+def _write_all(
+    folder: str,
+    items: list[Entry],
+    limit: int,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+) -> list[str]:
     files = lay_out(items, "model", limit, checkpoint.tied)
-    for file in files:
-        with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
-            opened_file.write([(0, file.header)], BLOCK)
-            for item, offset in file.places:
-                _write(opened_file, item, offset, checkpoint.model[item.name])
-            opened_file.sync()
+    with bar("exporting", lambda: sum(file.size for file in files), show=True):
+        for file in files:
+            with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
+                opened_file.write([(0, file.header)], BLOCK)
+                for item, offset in file.places:
+                    _write(opened_file, item, offset, checkpoint.model[item.name])
+                opened_file.sync()
     if len(files) > 1:
         write_text(os.path.join(folder, "model.safetensors.index.json"), index_of(files))
     spread = checkpoint.spread
@@ -243,7 +259,10 @@ def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoi
             is_in_parts = spread is not None and name in checkpoint.manifest.whole  # type: ignore[union-attr]
             path = os.path.join(checkpoint.path, name)
             with spread.open(name, OpenFile) if is_in_parts else OpenFile(path) as config:  # type: ignore[union-attr]
-                write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
+                text = bytes(config.bytes_of(config.size))
+            if dtype is not None and name == "config.json":
+                text = with_dtype(json.loads(text), dtype)
+            write_text(os.path.join(folder, name), text)
     return [file.name for file in files]
 
 
@@ -256,3 +275,4 @@ def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
         place = offset + begin * item.dtype.itemsize
         cast = values.to(item.dtype)  # outlives its bytes
         file.write([(place, bytes_of(cast))], BLOCK)
+        advance(cast.nbytes)

@@ -39,6 +39,14 @@ class GradientReductionHandle(UnshardHandle):
     """The handle that `finalize_backward(async_op=True)` returns. Gradients are already reduced."""
 
 
+class Metrics(dict[str, float]):
+    """What metrics() returns."""
+
+    def __missing__(self, name: str) -> float:
+        known = "seconds and bytes from the second optimizer step on, grad_norm after clipping"
+        raise KeyError(f"metrics() has no {name!r}, or not yet: {known}; use .get({name!r})")
+
+
 _moves_to: ContextVar[tuple[Any] | None] = ContextVar("zshard_to_empty", default=None)
 """The device that to_empty() moves tensors to, which it does not empty."""
 
@@ -182,10 +190,12 @@ class ModelMethods(ModelNamesFirst):
         Call it after optimizer.step(), as often as you log; it communicates nothing.
 
         Returns:
-            A dict, without what is not known yet, which TensorBoard and Weights & Biases take as it
-            is:
+            A dict for TensorBoard or Weights & Biases. Entries are missing until they are known, so
+            read them with .get(): seconds and bytes need two optimizer steps. Tokens/s and MFU need
+            the batch size: examples/metrics.py has them.
 
-            "seconds/step": between the last two optimizer steps, each the first after a backward.
+            "seconds/step": between the last two optimizer steps, each the first after a backward,
+                with all that the script did between them, such as validation and saving.
             "seconds/wait": of these, what this process waited for other ranks or for bytes on their
                 way, in all its models. What a GPU waits in its queue does not count.
             "bytes/gather", "bytes/reduce": what this process received from other ranks in that
@@ -200,7 +210,7 @@ class ModelMethods(ModelNamesFirst):
             "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
         """
         state = state_of(self)
-        numbers = _core.pace(state.unit.engine)
+        numbers = Metrics(_core.pace(state.unit.engine))
         if state.model.norm is not None:
             numbers["grad_norm"] = float(state.model.norm)
         for each in EXTENSIONS:

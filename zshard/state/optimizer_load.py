@@ -39,7 +39,6 @@ _torchs_load = Optimizer.load_state_dict
 def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
     """Do what torch's does, with its checks, rules and hooks, but load this rank's shards."""
     returned.note_used(returned.tensors_in(state_dict.get("state")))
-    returned.look()
     is_sharded, todo = has_parts(self), planned_state.get()
     if todo is None and not (is_sharded or hasattr(self, "state_layout")):
         _torchs_load(self, state_dict)

@@ -5,8 +5,8 @@ scripts write to them: partial loads, averages, pruning. Of sharded parameters t
 such a write is lost. That is no error, as a script may want a copy; one warning per model says it.
 
 A tensor that shares its version counter with a returned one, but none of its memory, shows the
-write, also after the script has dropped the dict. Nothing is looked at in a forward, but only where
-ranks meet anyway: before a step, a save or a load.
+write, even after the script has dropped the dict. Nothing is checked in a forward, but only before
+a step or a save. A load does not check: the script may load the other dict right after it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import inspect
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ def uninitialized(module: nn.Module) -> None:
     """Leave the parameters and buffers of a model on the meta device uninitialized (NaN).
 
     Pass it as FSDP(model, param_init_fn=zshard.uninitialized) if all values will come from a
-    checkpoint (zshard.load) or a state dict. A non-persistent buffer, which neither of them
-    contains, makes FSDP raise ValueError.
+    checkpoint (zshard.load) or a state dict. Non-persistent buffers, which neither of them
+    contains, are initialized by the model's `_init_weights`, as Hugging Face's models have it; FSDP
+    raises ValueError for one that is not.
     """
 
 
@@ -115,9 +116,7 @@ class Materializer:
             module._buffers[name] = torch.full_like(buffer, mark, device="cpu", requires_grad=False)
         marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
         if self._init is uninitialized:
-            for name in module._non_persistent_buffers_set & buffers.keys():
-                what = "leaves it uninitialized, but no state dict contains it"
-                raise ValueError(self._complaint(module, name, what))
+            self._initialise_unsaved(module, module._non_persistent_buffers_set & buffers.keys())
             return
         self._initialise(module, list(marked))
         if self._init is not None and _is_untouched(module, marked):
@@ -132,6 +131,20 @@ class Materializer:
             if not self._leaves:
                 raise ValueError(self._complaint(module, name, "does not initialize it"))
             self.left_out.append((module, name, self._path(module, name)))
+
+    def _initialise_unsaved(self, module: nn.Module, names: Set[str]) -> None:
+        """Initialize buffers that no checkpoint has, as rotary frequencies, by the `_init_weights`
+        of the model around their module."""
+        around = self._around.get(id(module))
+        if names and around is not None:
+            with torch.no_grad():
+                around(module)
+        for name in names:
+            value = getattr(module, name)
+            unset = not value.any() if value.dtype == torch.bool else has_mark(value)
+            if around is None or unset:
+                what = "leaves it uninitialized, but no state dict contains it"
+                raise ValueError(self._complaint(module, name, what))
 
     def _initialise_on_meta(self, module: nn.Module, names: Sequence[str]) -> None:
         """Initialize a module that is on the meta device again: FSDP1's way, where the function

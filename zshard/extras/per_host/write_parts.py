@@ -28,6 +28,7 @@ from zshard.api import (
     Staging,
     Target,
     Writer,
+    bar,
     gather,
     gather_bytes,
     on_all_ranks,
@@ -61,7 +62,8 @@ def write_parts(plan: SavePlan, comm: api.Comm, hosts: Hosts) -> None:
             if hosts.leads:
                 staging.open()
         writer = Writer(plan)
-        with on_all_ranks(comm), torch.no_grad():
+        size = functools.partial(plan.size, headers=True, texts=True)
+        with on_all_ranks(comm), torch.no_grad(), bar("saving", size, comm.rank == 0):
             rows = list(_write_parts(plan, staging.path, comm, hosts, writer))
         written = [row for of_rank in gather(comm, rows) for row in of_rank]
         records = {name: FileRecord(size, tuple(sums)) for name, _, size, sums in written}

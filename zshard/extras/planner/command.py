@@ -24,21 +24,21 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("plan", help=HELP, description=HELP)
     parser.set_defaults(run=_run, program=parser.prog)
     parser.add_argument("model", nargs="?", help="a transformers config: a file, folder or name")
-    parser.add_argument("--gpus", type=int, help="how many")
+    parser.add_argument("--gpus", type=int, help="number of GPUs")
     parser.add_argument("--gpu", help=f"one of {', '.join(DEVICES)}")
     for name, words in (
-        ("layers", "of a decoder, in place of MODEL"),
-        ("width", "of its hidden states"),
-        ("heads", "of its attention"),
-        ("kv-heads", "of its keys and values (default: heads)"),
-        ("ffn", "width of its MLP (default: as Llama's, or 4 widths with --gpt)"),
-        ("vocab", "size of its vocabulary"),
+        ("layers", "number of layers of a decoder, in place of MODEL"),
+        ("width", "hidden size"),
+        ("heads", "attention heads"),
+        ("kv-heads", "KV heads (default: as many as attention heads)"),
+        ("ffn", "intermediate size (default: as Llama's, or 4 x hidden size with --gpt)"),
+        ("vocab", "vocabulary size"),
     ):
         parser.add_argument(f"--{name}", type=int, help=words)
     parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank only")
     parser.add_argument("--gpt", action="store_true", help="blocks as GPT's, not Llama's")
-    parser.add_argument("--seq", type=int, help="tokens of a sample (default: at most 4096)")
-    batch = "samples of a step (default: one fast micro-batch a GPU)"
+    parser.add_argument("--seq", type=int, help="sequence length (default: at most 4096)")
+    batch = "global batch size, in samples (default: one fast micro-batch per GPU)"
     parser.add_argument("--batch", type=int, help=batch)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="(default: bf16)")
     optimizer = "as for predict_memory() (default: adamw)"
@@ -46,9 +46,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--compile", action="store_true", help="the model is compiled")
     parts = "to the host: some of params,grads,optimizer, or none (default: if nothing fits)"
     parser.add_argument("--offload", metavar="PARTS", help=parts)
-    parser.add_argument("--wire", help="as FSDP's: bf16 between hosts")
-    parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
-    parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
+    parser.add_argument("--wire", help="as FSDP's: bf16 between nodes")
+    parser.add_argument("--per-host", type=int, help="GPUs per node (default: 8, or all)")
+    parser.add_argument("--nic", type=float, help="Gbit/s of a node (default: the GPU's usual)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -21,7 +21,8 @@ SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 class Dims(NamedTuple):
     """The dimensions of a decoder.
 
-    layers, width, heads, kv_heads, ffn (width of the MLP), vocab, seq (tokens in a sequence).
+    layers, width (hidden size), heads (attention heads), kv_heads, ffn (intermediate size), vocab,
+    seq (sequence length).
     gated: an MLP of three matrices (SwiGLU) with RMSNorm and rotary positions, as Llama's; else of
     two (GELU) with LayerNorm and learned positions, as GPT's. tied: the head shares the weight of
     the embedding. lora: the rank of LoRA's adapters, which all linear layers of the blocks get; all

@@ -182,16 +182,16 @@ def plan(
         gpu: their name: python -m zshard plan --help lists them.
         step: for a module: a function of the model and a number of samples, which makes a batch of
             that size, runs the model on it and returns the loss.
-        seq: tokens of a sample, for a config. Default: what it allows, at most 4096.
-        batch: samples of a step on all GPUs. Default: what fits into one micro-batch on each.
+        seq: sequence length, for a config. Default: what it allows, at most 4096.
+        batch: global batch size, in samples. Default: what fits into one micro-batch on each GPU.
         strategies: as for FSDP. Default: all that make sense here.
         precision: "bf16" (with state in float32), "fp32" or "fp8".
         optimizer: as for predict_memory(), but not "muon".
         compiled: the model runs under torch.compile.
         offload: as for FSDP. None: tried if nothing fits without; False: never.
         wire: as for FSDP.
-        per_host: GPUs of a host. Default: 8, or all.
-        nic: Gbit/s of a host to the others. Default: what hosts with such GPUs usually have.
+        per_host: GPUs per node. Default: 8, or all.
+        nic: Gbit/s of a node to the others. Default: what hosts with such GPUs usually have.
 
     Raises ValueError or TypeError for unknown names, NotImplementedError for an offload to disk,
     and what the model raises.
@@ -222,11 +222,11 @@ def plan(
     predictions, best = search.run(usual, strategies, offload is None)
     title = f"{sum(param.numel() for param in workload.model.parameters()) / 1e6:,.1f} M parameters"
     if workload.unit == "tokens":
-        title += f", {workload.tokens:,} tokens in a sample"
+        title += f", sequence length {workload.tokens:,}"
     title += f", {precision}, optimizer {optimizer}, on {gpus} x {name}"
     if gpus > cluster.network.per_host:
-        title += f", {cluster.network.per_host} in a host, {cluster.network.nic:g} Gbit/s between"
-        title += f" hosts, wire {usual.wire.spelled()}" if usual.wire != Wire() else " hosts"
+        title += f", {cluster.network.per_host} per node, {cluster.network.nic:g} Gbit/s between"
+        title += f" nodes, wire {usual.wire.spelled()}" if usual.wire != Wire() else " nodes"
     return Plan(predictions, best, title, name, gpus, workload.unit, search.limit)
 
 

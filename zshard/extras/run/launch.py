@@ -96,8 +96,8 @@ def kept(args: argparse.Namespace, name: str) -> Iterator[None]:
         args.max_restarts = RESTARTS if args.keep else 0
     os.environ.pop(client.VARIABLE, None)  # of a kept run that started this one
     if args.max_restarts:
-        # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
-        # the addresses of the processes before.
+        # Each attempt gets a store of its own: in one that attempts share, a restarted rank may
+        # read the addresses of the processes before.
         is_one_host = args.nnodes in ("1", "1:1")
         if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
             args.standalone = True

@@ -18,6 +18,8 @@ from zshard.api import (
     BLOCK,
     Staging,
     Target,
+    advance,
+    bar,
     bytes_of,
     index_of,
     lay_out,
@@ -55,6 +57,8 @@ def save(export: Export, path: str | os.PathLike[str], limit: int) -> None:
             places.update((item.name, (file, offset)) for item, offset in plan.places)
 
     with contextlib.ExitStack() as stack, export.rounds(export.sender, prepare) as rounds:
+        sizes = (entry.size for batch in rounds.batches for entry in batch)
+        stack.enter_context(bar("exporting", lambda: sum(sizes), rounds.takes))
         for batch in rounds.batches:
             taken = batch if rounds.takes else []
             tensors = [torch.empty(entry.shape, dtype=entry.dtype) for entry in taken]
@@ -64,6 +68,7 @@ def save(export: Export, path: str | os.PathLike[str], limit: int) -> None:
                     file, offset = places[entry.name]
                     if entry.size > 0:
                         file.write([(offset, bytes_of(tensors[i]))], BLOCK)
+                        advance(entry.size)
         with rounds.together():
             if rounds.takes:
                 for file in files:
