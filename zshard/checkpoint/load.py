@@ -146,7 +146,7 @@ def load(
             if optimizer is not None:
                 pending += pending_in(optimizer, numbered)
             _check(comm, checkpoint, pending, verify)
-        sizes.extend(each.numel() * each.dtype.itemsize for each in pending)
+        sizes.append(_bytes_of(pending))
         if optimizer is not None:
             plans.insert(1, prepare(comm, optimizer, numbered))
         with on_all_ranks(comm), bar("loading", lambda: _bytes_of(pending), comm.rank == 0):
