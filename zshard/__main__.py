@@ -1,12 +1,12 @@
 """The command line, `zshard` or `python -m zshard`:
 
 python -m zshard run: start a script on several ranks (extras/run/launch.py).
-python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
+python -m zshard doctor [--json]: what is available, what zshard will use, and how to get the rest.
 python -m zshard plan: memory and speed on GPUs that need not be there (extras/planner/command.py).
 python -m zshard ckpt: checkpoints (extras/checkpoint_cli.py).
 python -m zshard trace: merge traces of ranks, and report on them (extras/trace/).
 
-Doctor prints the result of zshard.available_features(): every fact is queried or tried.
+Doctor prints zshard.available_features() and versions: every fact is queried or tried.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from zshard.api import __version__
 from zshard.extras import checkpoint_cli as cli
 from zshard.extras import trace
-from zshard.extras.doctor import report
+from zshard.extras.doctor import facts, report
 from zshard.extras.planner import command as planner
 from zshard.extras.run import launch
 
@@ -52,6 +53,7 @@ def _run() -> int:
         help="report what zshard finds and will use, and what is missing; exit status 1 if a GPU "
         "cannot be used",
     )
+    doctor.add_argument("--json", action="store_true", help="print JSON, for a bug report")
     doctor.set_defaults(run=_doctor)
     planner.add_command(commands)
     cli.add_commands(commands)
@@ -66,9 +68,10 @@ def _run() -> int:
     return status
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    text, status = report()
-    print(text)
+def _doctor(args: argparse.Namespace) -> int:
+    found = facts()
+    text, status = report(found)
+    print(json.dumps(found, indent=1) if args.json else text)
     return status
 
 

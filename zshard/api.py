@@ -5,11 +5,12 @@ described where it is defined; tests/project/test_ratchets.py counts them.
 # ruff: isort: skip_file
 # fmt: off
 from zshard._core import (
-    Comm, DivergenceError, File, KeptStep, PeerError, PeerTimeoutError, Unit, average, expect_norms,
-    finite, has_held_units, keeps_memory, kept_place, machine, shared_rows, shares_state,
-    trace_start, trace_stop,
+    Comm, DivergenceError, File, KeptStep, PeerError, PeerTimeoutError, Unit, average, build,
+    expect_norms, finite, has_held_units, keeps_memory, kept_place, log_forget, log_level, machine,
+    shared_rows, shares_state, trace_start, trace_stop,
 )
 from zshard._errors import CheckpointError, did_you_mean, warn
+from zshard._logger import drain, log
 from zshard._removed import removal
 from zshard._version import __version__
 from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable

@@ -11,15 +11,18 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from logging import INFO
 from types import ModuleType
 from typing import Any
+
+from zshard._logger import log
 
 _OF_LIBRARY = {
     "bitsandbytes": "zshard.integrations.bitsandbytes",
     "peft": "zshard.integrations.peft",
     "transformers": "zshard.integrations.transformers",
 }
-_OF_VARIABLE = {"ZSHARD_TRACE": "zshard.extras.trace.asked"}
+_OF_VARIABLE = {"ZSHARD_LOG": "zshard.extras.log", "ZSHARD_TRACE": "zshard.extras.trace.asked"}
 _OF_ARGUMENT = {  # of FSDP(): its default, and the extra, whose parse() takes all that are its own
     **dict.fromkeys(("deterministic", "micro_batches"), (None, "zshard.extras.any_world")),
     "nonfinite": (None, "zshard.extras.checks.step_guard"),
@@ -46,7 +49,7 @@ def import_upper() -> None:
         if library in sys.modules:
             importlib.import_module(module)
     for variable, module in _OF_VARIABLE.items():
-        if os.environ.get(variable):
+        if os.environ.get(variable) or (variable == "ZSHARD_LOG" and log.isEnabledFor(INFO)):
             importlib.import_module(module)
 
 

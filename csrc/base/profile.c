@@ -1,18 +1,18 @@
 /* profile.c - see profile.h. */
-#define _GNU_SOURCE /* syscall */
 #include "base/profile.h"
 
 #include "base/clock.h"
+#include "base/log.h"
 
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 enum { NAME = 256, MOST = 2000000 /* ranges of a trace: about 200 MB */ };
+
+static const int64_t slow = 1000000000; /* nanoseconds; longer waits are in the log from "info" on */
 
 static const zs_profiler *profiler;
 static atomic_uint running, started; /* the number of the trace that runs, 0: none; of the last one */
@@ -31,16 +31,9 @@ static const zs_profiler *observer(void)
     return by != NULL && by->records() ? by : NULL;
 }
 
-bool zs_profile_records(void)
+bool zs_profile_shows_waits(void)
 {
-    return zs_profile_trace() != 0 || observer() != NULL;
-}
-
-static int32_t own_thread(void)
-{
-    static _Thread_local int32_t number;
-    if (number == 0) number = (int32_t)syscall(SYS_gettid); /* gettid() needs glibc 2.30 */
-    return number;
+    return zs_profile_trace() != 0 || zs_log_keeps(ZS_LOG_INFO) || observer() != NULL;
 }
 
 /* --- ranges ------------------------------------------------------------------------------------------------------- */
@@ -51,16 +44,17 @@ static zs_profile *begin(const zs_profiler *by, unsigned trace, const char *name
     size_t size = strlen(name) + 1;
     zs_profile *range = malloc(sizeof *range + size);
     if (range == NULL) return NULL;
-    *range = (zs_profile){.observed = by != NULL ? by->begin(name) : NULL, .trace = trace, .thread = own_thread()};
+    *range = (zs_profile){.observed = by != NULL ? by->begin(name) : NULL, .trace = trace, .thread = zs_own_thread()};
     memcpy(range->name, name, size);
     range->begun = zs_clock_ns();
     return range;
 }
 
-static zs_profile *begin_named(const zs_profiler *by, const char *format, va_list args)
+/* `level`: of the log, from which on the range is kept for it. */
+static zs_profile *begin_named(const zs_profiler *by, int level, const char *format, va_list args)
 {
     unsigned trace = zs_profile_trace();
-    if (trace == 0 && by == NULL) return NULL;
+    if (trace == 0 && by == NULL && !zs_log_keeps(level)) return NULL;
     char name[NAME];
     vsnprintf(name, sizeof name, format, args);
     return begin(by, trace, name);
@@ -70,8 +64,18 @@ zs_profile *zs_profile_begin(const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    zs_profile *range = begin_named(observer(), format, args);
+    zs_profile *range = begin_named(observer(), ZS_LOG_DEBUG, format, args);
     va_end(args);
+    return range;
+}
+
+zs_profile *zs_profile_begin_wait(const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    zs_profile *range = begin_named(observer(), ZS_LOG_INFO, format, args);
+    va_end(args);
+    if (range != NULL) range->waits = true;
     return range;
 }
 
@@ -79,7 +83,7 @@ zs_profile *zs_profile_begin_loose(const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    zs_profile *range = begin_named(NULL, format, args);
+    zs_profile *range = begin_named(NULL, ZS_LOG_DEBUG, format, args);
     va_end(args);
     return range;
 }
@@ -96,11 +100,23 @@ static void keep(zs_profile *range)
         continue;
 }
 
+/* Leaves a record of a range that is over. */
+static void log_range(const zs_profile *range)
+{
+    const char *name = range->name + strlen("zshard::");
+    int64_t took = range->ended - range->begun;
+    if (range->waits && took > slow)
+        zs_log(ZS_LOG_INFO, "%s: %.1f s", name, (double)took / 1e9);
+    else
+        zs_log(ZS_LOG_DEBUG, "%s: %.1f ms", name, (double)took / 1e6);
+}
+
 void zs_profile_end(zs_profile *range)
 {
     if (range == NULL) return;
     range->ended = zs_clock_ns();
     if (range->observed != NULL) __atomic_load_n(&profiler, __ATOMIC_ACQUIRE)->end(range->observed);
+    log_range(range);
     keep(range);
 }
 
@@ -112,7 +128,7 @@ void zs_profile_drop(zs_profile *range)
 void zs_profile_add(const char *name, int64_t begun)
 {
     unsigned trace = zs_profile_trace();
-    zs_profile *range = trace != 0 ? begin(NULL, trace, name) : NULL;
+    zs_profile *range = trace != 0 || zs_log_keeps(ZS_LOG_DEBUG) ? begin(NULL, trace, name) : NULL;
     if (range == NULL) return;
     range->begun = begun;
     zs_profile_end(range);
@@ -137,9 +153,11 @@ void zs_profile_note(const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    zs_profile *range = begin_named(NULL, format, args);
+    zs_profile *range = zs_profile_trace() != 0 ? begin_named(NULL, ZS_LOG_OFF, format, args) : NULL;
     va_end(args);
-    zs_profile_end(range);
+    if (range == NULL) return;
+    range->ended = range->begun;
+    keep(range);
 }
 
 /* A thread that ends a range just now may be late by one: its range is then in the next trace's list, which drops it

@@ -1,8 +1,8 @@
-/* profile.h - ranges of what a rank does, for torch.profiler and for zshard.profile(); and what it has waited.
+/* profile.h - ranges of what a rank does, for torch.profiler, zshard.profile() and the log; and what it has waited.
  *
  * The core knows no profiler. The shim registers torch's (shim/torch_profile.cpp), which shows ranges as
- * torch.profiler.record_function makes them; a trace keeps them here until it stops. Where neither records, a range is
- * NULL, and its name is never made. Names begin with "zshard::"; those of waits name the peer, so that a trace shows
+ * torch.profiler.record_function makes them; a trace keeps them here until it stops; at its level "debug", the log
+ * (log.h) gets a record when one ends. Where none of them records, a range is NULL, and its name is never made. Names begin with "zshard::"; those of waits name the peer, so that a trace shows
  * which rank is late.
  */
 #ifndef ZS_PROFILE_H
@@ -28,19 +28,23 @@ typedef struct zs_profile {
     int64_t begun, ended;
     int32_t thread; /* that began it, as the kernel numbers them */
     unsigned trace; /* the trace that keeps it; 0: none */
+    bool waits;     /* for other ranks; long ones are in the log from "info" on */
     char name[];
 } zs_profile;
 
 /* Has ranges shown by `profiler`, which lives for ever; once. */
 void zs_profile_by(const zs_profiler *profiler);
 
-/* Would a range be seen? */
-bool zs_profile_records(void);
+/* Would a range of a wait be seen? */
+bool zs_profile_shows_waits(void);
 
 /* Begins a range; new. NULL if nothing records. */
 zs_profile *zs_profile_begin(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* Begins a range that only a trace shows: another thread may end it, and others may begin within it and end later. */
+/* Begins the range of a wait for other ranks. */
+zs_profile *zs_profile_begin_wait(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Begins a range that torch's profiler does not show: another thread may end it, and others may begin within it and end later. */
 zs_profile *zs_profile_begin_loose(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Ends it; NULL allowed. */
@@ -49,7 +53,7 @@ void zs_profile_end(zs_profile *range);
 /* Frees a loose range; no trace keeps it. NULL allowed. */
 void zs_profile_drop(zs_profile *range);
 
-/* Adds a range that began at `begun` and ends now; no-op without a trace. */
+/* Adds a range that began at `begun` and ends now. */
 void zs_profile_add(const char *name, int64_t begun);
 
 /* --- traces ------------------------------------------------------------------------------------------------------- */

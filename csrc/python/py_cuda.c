@@ -28,9 +28,22 @@ static PyObject *gpus(int n)
     return list;
 }
 
-static PyObject *machine(PyObject *module, PyObject *unused)
+static PyObject *build(PyObject *module, PyObject *unused)
 {
     static const char *const sets[ZS_ISA_COUNT] = {"base", "avx2", "avx512"};
+    const char *variant = "debug";
+    (void)module;
+    (void)unused;
+#if defined(__SANITIZE_ADDRESS__)
+    variant = "sanitize";
+#elif defined(NDEBUG)
+    variant = "release";
+#endif
+    return Py_BuildValue("(ss)", sets[zs_isa_best()], variant);
+}
+
+static PyObject *machine(PyObject *module, PyObject *unused)
+{
     zs_cuda_info info;
     (void)module;
     (void)unused;
@@ -39,14 +52,16 @@ static PyObject *machine(PyObject *module, PyObject *unused)
     Py_END_ALLOW_THREADS
     PyObject *list = gpus(info.words[0] == '\0' ? info.devices : 0);
     if (list == NULL) return NULL;
-    return Py_BuildValue("{s:s,s:s,s:i,s:s,s:i,s:s,s:N}", "loops", sets[zs_isa_best()], "targets",
-                         zs_cuda_image_targets(), "built", zs_cuda_image_version(), "driver", info.path, "version",
-                         info.version, "problem", info.words, "gpus", list);
+    return Py_BuildValue("{s:s,s:i,s:s,s:i,s:s,s:N}", "targets", zs_cuda_image_targets(), "built",
+                         zs_cuda_image_version(), "driver", info.path, "version", info.version, "problem", info.words,
+                         "gpus", list);
 }
 
 static PyMethodDef functions[] = {
+    {"build", build, METH_NOARGS,
+     "build($module, /)\n--\n\nReturn the instruction set of the CPU kernels, and the variant of the build."},
     {"machine", machine, METH_NOARGS,
-     "machine($module, /)\n--\n\nDescribe the machine in a dict: loops (the instruction set of the CPU kernels), "
+     "machine($module, /)\n--\n\nDescribe the machine in a dict: "
      "targets (the GPU architectures the CUDA kernels were compiled for), built (the CUDA version they were compiled "
      "with: 13000 is 13.0, 0 means no kernels), driver and version (the CUDA driver), problem (why the driver is "
      "unavailable, else \"\") and gpus."},

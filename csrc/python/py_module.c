@@ -72,6 +72,7 @@ PyObject *zs_py_raise(PyObject *module)
         Py_XDECREF(text);
     }
     zs_clear_error();
+    zs_py_drain_log();
     return NULL;
 }
 

@@ -1,4 +1,5 @@
-/* py_trace.c - traces for zshard/extras/trace/, and the numbers of model.metrics(). */
+/* py_trace.c - traces for zshard/extras/trace/, records for the log, and the numbers of model.metrics(). */
+#include "base/log.h"
 #include "base/profile.h"
 #include "engine/engine.h"
 #include "python/py_engine.h"
@@ -45,6 +46,63 @@ static PyObject *trace_add(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* --- the log ------------------------------------------------------------------------------------------------------ */
+
+static PyObject *log_level(PyObject *module, PyObject *level)
+{
+    (void)module;
+    long value = PyLong_AsLong(level);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    zs_log_set_level((int)value);
+    Py_RETURN_NONE;
+}
+
+/* -1 with an exception. */
+static int append_record(PyObject *list, int level, const zs_log_record *record)
+{
+    PyObject *text = PyUnicode_DecodeUTF8(record->text, (Py_ssize_t)strlen(record->text), "replace");
+    PyObject *entry =
+        text == NULL ? NULL : Py_BuildValue("(iiLN)", level, (int)record->thread, (long long)record->time, text);
+    int result = entry != NULL ? PyList_Append(list, entry) : -1;
+    Py_XDECREF(entry);
+    return result;
+}
+
+static PyObject *log_records(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    PyObject *list = PyList_New(0);
+    zs_log_record record;
+    size_t lost;
+    for (int n = 0; list != NULL && n < ZS_LOG_RECORDS && zs_log_waits() && zs_log_take(&record, &lost); n++) {
+        zs_log_record missing = {.time = record.time, .thread = record.thread};
+        snprintf(missing.text, sizeof missing.text, "the log has lost %zu records", lost);
+        if ((lost > 0 && append_record(list, ZS_LOG_INFO, &missing) < 0) ||
+            append_record(list, record.level, &record) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *log_forget(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    zs_log_forget();
+    Py_RETURN_NONE;
+}
+
+void zs_py_drain_log(void)
+{
+    PyObject *type, *value, *trace;
+    if (!zs_log_waits()) return;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *module = PyImport_ImportModule("zshard._logger");
+    PyObject *done = module != NULL ? PyObject_CallMethod(module, "drain", NULL) : NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, trace);
+}
+
 static PyObject *pace(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -65,6 +123,11 @@ static PyMethodDef functions[] = {
     {"trace_add", trace_add, METH_VARARGS,
      "trace_add($module, name, begun, /)\n--\n\nAdd a range that began at `begun`, a result of time.monotonic_ns(), "
      "and ends now."},
+    {"log_level", log_level, METH_O, "log_level($module, level, /)\n--\n\nRecord for the log from this level on."},
+    {"log_records", log_records, METH_NOARGS,
+     "log_records($module, /)\n--\n\nTake what the core has recorded: (level, thread, time in ns, text) tuples."},
+    {"log_forget", log_forget, METH_NOARGS,
+     "log_forget($module, /)\n--\n\nStop recording, and drop all records: in a forked child."},
     {"pace", pace, METH_O,
      "pace($module, engine, /)\n--\n\nReturn what was counted between the model's last two optimizer steps, by the "
      "names of model.metrics(); empty if there were no two."},

@@ -3,6 +3,7 @@
 #include "unit/disk.h"
 
 #include "base/file.h"
+#include "base/log.h"
 #include "base/refs.h"
 #include "pager/pager.h"
 
@@ -117,7 +118,10 @@ static int open_directly(int fd)
     if (wanted != NULL && strcmp(wanted, "0") == 0) return -1;
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    return open(path, O_RDWR | O_DIRECT | O_CLOEXEC); /* -1 where the file system has no direct I/O */
+    int direct = open(path, O_RDWR | O_DIRECT | O_CLOEXEC);
+    if (direct < 0)
+        zs_log(ZS_LOG_INFO, "offload: the file system has no direct I/O: pages go through the kernel's cache");
+    return direct;
 }
 
 static zs_status open_own(zs_disk *disk, const char *directory)

@@ -112,7 +112,7 @@ static void memory_of_a_dead_peer_stays_readable(rank_env *env)
     OK(collect(env, unit)); /* its contribution before it died is there */
 }
 
-/* A rank that dies while it posts where its optimizer state lies leaves a number that says so for ever. */
+/* A rank that dies while it publishes its optimizer state leaves a number that says so for ever. */
 static void peer_killed_while_it_posts(rank_env *env)
 {
     char *text = NULL;
@@ -126,7 +126,7 @@ static void peer_killed_while_it_posts(rank_env *env)
         die_late();
     }
     wait_for_arrivals(env, 1);
-    FAILS(state->posted(env->comm, 1, &text, &bytes), ZS_ERR_PEER, "died while it posted");
+    FAILS(state->posted(env->comm, 1, &text, &bytes), ZS_ERR_PEER, "died while it published");
     OK(state->posted(env->comm, 0, &text, &bytes));
     CHECK(bytes == 5 && memcmp(text, "state", 5) == 0);
     free(text);

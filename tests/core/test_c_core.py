@@ -1,7 +1,8 @@
 """The torch-free parts of the C core: unit tests in C, and the layout.
 
-tests/c/test_core.c has status, memory and arena; test_schedule.c plays both autograd and the engine
-for csrc/schedule/. They need only libc, so the compiler alone builds them, plain and sanitized.
+tests/c/test_core.c has status, memory and arena; test_log.c the log's records; test_schedule.c plays
+both autograd and the engine for csrc/schedule/. They need only libc, so the compiler alone builds
+them, plain and sanitized.
 The layout is loaded through ctypes and tested against its contract, on sizes from hypothesis: a cut
 at the wrong element would only show as slightly wrong training.
 """
@@ -22,9 +23,10 @@ from hypothesis import strategies as st  # noqa: E402
 
 PROGRAMS = {
     "test_core": [NO_LOOPS, *sources("status.c", "memory.c", "device.c", "arena.c", "layout.c")],
+    "test_log": sources("log.c", "status.c"),
     "test_schedule": [*sorted((CSRC / "schedule").glob("*.c")), *sources("status.c")],
 }
-TEST = re.compile(r"^    TEST\((\w+)\)", re.MULTILINE)
+TEST = re.compile(r"\bTEST\((\w+)\)")
 NAMES = [(name, test) for name in PROGRAMS for test in TEST.findall((C / f"{name}.c").read_text())]
 
 

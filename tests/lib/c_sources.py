@@ -23,6 +23,7 @@ SHM = [
     "clock.c",
     "memory.c",
     "profile.c",
+    "log.c",
     "device.c",
     "comm.c",
     "round.c",

@@ -22,7 +22,7 @@ import zshard
 PACKAGE = Path(zshard.__file__).parent
 
 CORE = [
-    *("_version", "_built", "_build_check", "_errors", "_removed", "_core", "upper"),
+    *("_version", "_built", "_build_check", "_errors", "_removed", "_core", "_logger", "upper"),
     *("precision", "strategy", "ranks", "offload", "units", "guard", "wrap", "options"),
     *("optim", "grad_scaler", "state", "memory", "model", "_patches", "checkpoint"),
     *("fsdp", "api"),

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
+from zshard._logger import timed
 from zshard.checkpoint.checkpoint import Averages, Checkpoint, is_extra_state, older_than
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of
@@ -124,6 +125,7 @@ def load(
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
         checkpoint = _open(stack, comm, path, optimizer is not None)
+        sizes = stack.enter_context(timed(comm.rank, "load", checkpoint.path))
         plan_averages: Callable[[], LoadPlan] | None = None
         with on_all_ranks(comm):
             if open_averages is not None:
@@ -144,6 +146,7 @@ def load(
             if optimizer is not None:
                 pending += pending_in(optimizer, numbered)
             _check(comm, checkpoint, pending, verify)
+        sizes.append(_bytes_of(pending))
         if optimizer is not None:
             plans.insert(1, prepare(comm, optimizer, numbered))
         with on_all_ranks(comm), bar("loading", lambda: _bytes_of(pending), comm.rank == 0):

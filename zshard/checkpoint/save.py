@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard._logger import timed
 from zshard.checkpoint.checkpoint import Averages
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target
@@ -159,13 +160,19 @@ def save(
         write, ranks = module_for("per_host").writer(comm)
     plan = plan_of(comm, request, model, Replicas(model, comm, ranks))
     beside = comm_beside(comm)
+
+    def run() -> None:
+        with timed(comm.rank, "save", target.path) as sizes:
+            write(plan, beside)
+            sizes.extend(piece.size for piece in plan.pieces)
+
     if not asynchronous:
-        write(plan, beside)
+        run()
         return SaveHandle(target.path)
     with on_all_ranks(comm), torch.no_grad():
         context = next((state.model for _, state in units_of(model)), ModelContext())
         plan = replace(plan, pieces=snapshot(context, plan.pieces))
-    return start(SaveHandle(target.path, lambda: write(plan, beside)))
+    return start(SaveHandle(target.path, run))
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""python -m zshard doctor: what this machine has (torch, the driver, GPUs, kernels, NCCL, shared
-memory), and what is missing.
+"""python -m zshard doctor [--json]: what this machine has (torch, the driver, GPUs, kernels, NCCL,
+shared memory), and what is missing.
 
 Each fact comes from the component that training will use, never from a version number, and each
 missing one comes with a remedy.
@@ -7,7 +7,9 @@ missing one comes with a remedy.
 
 from __future__ import annotations
 
+import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def available_features() -> dict[str, Any]:
     features: dict[str, Any] = {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "loops": machine["loops"],
+        "loops": api.build()[0],
         "kernels": machine["targets"].split(),
         "kernels_cuda": _version(machine["built"]),
         "driver": _version(machine["version"]),
@@ -116,18 +118,42 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
         )
 
 
-def report() -> tuple[str, int]:
-    """Return what `python -m zshard doctor` prints, and its exit status: 1 if a GPU cannot be
-    used."""
-    features = available_features()
+_VARIABLES = ("ZSHARD_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES")  # prefixes
+
+
+def facts() -> dict[str, Any]:
+    """Return what `python -m zshard doctor --json` prints: what available_features() returns, with
+    versions, the CPUs, and the environment variables that matter to zshard."""
+    host, folder = read_host(), Path(__file__).parents[1]
+    notes = [note.read_text().split() for note in folder.glob("_core.*.built")]
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "zshard": __version__,
+        "folder": str(folder),
+        "built": {"torch": notes[0][0] if notes else None, "variant": api.build()[1]},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpus": describe(host),
+        "cores": host.usable,
+        "numa_nodes": host.nodes,
+        "bf16": bf16(Path("/proc/cpuinfo").read_text()),
+        "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else None,
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+        **available_features(),
+    }
+
+
+def report(features: Mapping[str, Any]) -> tuple[str, int]:
+    """Return what `python -m zshard doctor` prints of facts(), and its exit status: 1 if a GPU
+    cannot be used."""
     missing = features["missing"]
     kernels = f"{' '.join(features['kernels'])} (nvcc {features['kernels_cuda']})"
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in features["gpus"]]
-    facts = [
-        ("zshard", f"{__version__} in {Path(__file__).parents[1]}"),
+    rows = [
+        ("zshard", f"{features['zshard']} in {features['folder']}"),
         ("torch", features["torch"]),
-        ("CPUs", describe(read_host())),
-        ("bf16", bf16(Path("/proc/cpuinfo").read_text())),
+        ("CPUs", features["cpus"]),
+        ("bf16", features["bf16"]),
         ("CPU loops", features["loops"]),
         ("shm", "yes" if features["shm"] else None),
         ("c10d", "yes (gloo)" if features["c10d"] else None),
@@ -137,8 +163,8 @@ def report() -> tuple[str, int]:
         ("GPUs", ", ".join(gpus) or "none"),
         ("nccl", features["nccl"]),
     ]
-    lines = [f"Python {platform.python_version()}, {platform.system()} {platform.release()}"]
-    for name, fact in facts:
+    lines = [f"Python {features['python']}, {features['system']}"]
+    for name, fact in rows:
         problem = f"MISSING: {missing[name]}" if name in missing else None
         lines.append(f"{name:<11} {'. '.join(filter(None, (fact, problem)))}")
     host = "shm on one host, hosts (shm and c10d) on several" if features["shm"] else "c10d"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._logger import log
 from zshard.memory.dry_run import DryRun, World, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, divided, left_on_host, room_of_mappings
 from zshard.ranks.agreement import warn_on_rank_0
@@ -88,6 +89,7 @@ def check_fits(
     )
     messages = comm.exchange(json.dumps(need).encode().ljust(_MESSAGE))
     needs = [_RankNeed(*json.loads(each)) for each in messages]
+    _log_room(comm.rank, needs)
     missing, rank = max((n.mappings[0] - n.mappings[1], rank) for rank, n in enumerate(needs))
     if missing > 0:
         raise MemoryError(
@@ -104,6 +106,14 @@ def check_fits(
                 raise MemoryError(text)
             warn_on_rank_0(comm, text, RuntimeWarning)
     return _sharing(needs, comm.rank)
+
+
+def _log_room(rank: int, needs: Sequence[_RankNeed]) -> None:
+    need, sharing = needs[rank], _sharing(needs, rank)
+    room = min(divided([Room(*each) for each in need.left], sharing), default=None)
+    left = "unknown" if room is None else f"{_mib(room.bytes)} MiB, {room.source}"
+    text = "memory to allocate: %s MiB, and for Adam's state %s MiB; left: %s"
+    log.common(rank, text, _mib(need.needed), _mib(need.optimizer), left)
 
 
 def _sharing(needs: Sequence[_RankNeed], rank: int) -> Sharing:

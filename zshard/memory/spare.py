@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._logger import log
 from zshard.memory.dry_run import size_in_group
 from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
@@ -62,6 +63,8 @@ class Spare:
         with PublicCall("optimizer.step()"):
             least = -engine.max_over_ranks([-float(self._left(module))])[0]
         engine.keep_gathered(int(least * 0.9))  # the rest is for longer batches
+        rank = state_of(module).comms.all.rank
+        log.common(rank, "keep_gathered: %s bytes stay gathered", f"{engine.gathered()[0]:,}")
 
     def _left(self, module: nn.Module) -> int:
         """Return the bytes that this rank has never used, and has not promised to other models."""

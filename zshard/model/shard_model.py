@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
+from zshard._logger import log
 from zshard.guard.outside import refuse_wrappers_around
 from zshard.memory.fits import check_fits
 from zshard.memory.spare import Spare, watch_first_steps
@@ -169,6 +170,7 @@ class ShardingPlan:
         comm = comm_for(groups.world, asked, timeout, device)
         if options.micro_batches and device == CPU:
             if comm.transport == "hosts" and asked != "hosts":  # it adds gradients by host
+                log.common(comm.rank, "transport hosts refused: it adds gradients by host")
                 asked = "c10d"
                 comm = comm_for(groups.world, asked, timeout, device)
             for each in EXTENSIONS:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
+from zshard._logger import log
 from zshard.guard.whole_values import full_numel
 from zshard.optim.sharded_state import SCALES, zeros_side_by_side
 
@@ -241,6 +242,9 @@ class InOneCall(torch.optim.Optimizer):
         for i in foreign if self._begins_as_grad else ():
             if params[i] in fresh:
                 self.state[params[i]][self._begins_as_grad] = None  # torch creates its own
+        if foreign:
+            text = "%s steps %d of %d parameters by torch: not contiguous, sparse or complex"
+            log.info(text, type(self).__name__, len(foreign), len(params))
         return foreign
 
     def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from zshard import _core
 from zshard._errors import CheckpointError, warn
+from zshard._logger import drain
 
 Fact = tuple[str, str]  # (subject, value)
 
@@ -49,6 +50,7 @@ class PublicCall:
         if self._is_outermost:
             _core.end_call()
             _core.trace_add(f"zshard::{self._name.removesuffix('()')}", self._begun)
+            drain()
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)

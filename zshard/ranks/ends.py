@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from zshard._logger import log
+
 
 @dataclass
 class _End:
@@ -43,7 +45,9 @@ def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> Non
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if is_reported():
-            _end.failed, _end.text = True, f"{kind.__name__}: {value}"
+            text = f"{kind.__name__}: {value}".encode(errors="replace").decode()
+            _end.failed, _end.text = True, text
+            log.info("an exception ends this rank: %s", _end.text)
             on_failure(_end.text)
         previous(kind, value, trace)
 

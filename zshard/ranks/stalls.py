@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zshard import _core
+from zshard._logger import drain
 from zshard.ranks import where
 
 _EVERY = 0.5  # seconds between two looks
@@ -71,6 +72,7 @@ class _Watch:
         looks = 0
         while not self.ending.wait(_EVERY):
             looks += 1
+            drain()  # the script may be waiting in C
             for each in list(self.watched):
                 try:
                     is_alive = each.is_alive()

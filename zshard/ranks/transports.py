@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zshard import _core
 from zshard._errors import check_choice
+from zshard._logger import log
 from zshard.ranks import ends, meeting
 from zshard.ranks.agreement import gather_objects, on_all_ranks, warn_together
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
@@ -33,6 +34,13 @@ from zshard.strategy import ShardingStrategy
 TRANSPORTS = {"cpu": ("auto", "shm", "hosts", "c10d"), "cuda": ("auto", "nccl", "c10d")}
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+_WHY = {  # "auto" takes a transport, for the log
+    "shm": "they are on one host",
+    "hosts": "their hosts have the same number of ranks each",
+    "c10d": "the faster ones were refused",
+    "nccl": "each has a GPU of its own",
+}
 
 
 @dataclass(eq=False)
@@ -176,6 +184,14 @@ def comm_for(
         entry.names.add(entry.comm.transport)  # "auto": the explicit name means the same now
         if all(each.comm.transport == wanted for each in automatic):
             entry.names.add("auto")
+        comm, kind = entry.comm, entry.comm.transport.removesuffix("_gpu")
+        log.common(
+            comm.rank,
+            "transport %s between %d ranks: %s; timeout %g s, from %s",
+            *(comm.transport, comm.world),
+            *("asked for" if wanted == kind else _WHY[kind], limit),
+            "the process group" if seconds is None else "timeout= or ZSHARD_TIMEOUT",
+        )
     return entry.comm
 
 
@@ -288,6 +304,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             if not beside:  # the other one's waits are on another thread
                 answer_stalls(met, group)
             return met
+        log.common(rank, "transport shm refused: %s", met.reason)
         if wanted == "shm":
             raise RuntimeError(f"transport='shm' is not available: {met.reason}. Or pass 'c10d'")
         if met.shortage:
@@ -303,6 +320,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
         if isinstance(comm, _core.Comm):
             answer_stalls(comm, group, inner)
             return comm
+        log.common(rank, "transport hosts refused: %s", comm)
         if wanted == "hosts":
             raise RuntimeError(f"transport='hosts' is not available: {comm}. Pass 'auto' or 'c10d'")
         _warn_of_c10d(group, "hosts", f"transport='hosts' is not available: {comm}")
@@ -338,6 +356,7 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
     kind = "nccl" if options is not None else kind
     if kind == "auto" and (sharing := sharing_a_gpu(control, device)) is not None:
         why = f"ranks {sharing[0]} and {sharing[1]} share a GPU, which NCCL does not support"
+        log.common(control.rank, "transport nccl refused: %s", why)
         _warn_of_c10d(group, "all ranks", why)
         inner = new_group(group, device, "gloo")  # torch's NCCL refuses the same GPUs as zshard's
         return _core.Comm.gpu(control, "c10d", device, inner.group_name)
@@ -347,7 +366,8 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
         try:
             numbers = (options or NcclOptions())._numbers()
             return _core.Comm.gpu(control, "nccl", device, "", numbers)
-        except NotImplementedError:  # on all ranks: one of them lacks NCCL
+        except NotImplementedError as error:  # on all ranks: one of them lacks NCCL
+            log.common(control.rank, "transport nccl refused: %s", error)
             if kind != "auto":
                 raise
     return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)

@@ -3,6 +3,7 @@
  * A process group reports nothing about ranks that have not come. They may be in a collective of the script, such as
  * torch's barrier while this rank evaluates alone. So this rank asks through the group's store, a thread of theirs
  * answers (ranks/stalls.py), and the answer goes into one line on stderr, and into the error at the end. */
+#include "base/log.h"
 #include "comm/c10d/c10d.h"
 #include "comm/where.h"
 
@@ -121,6 +122,7 @@ static void report(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_
     zs_c10d_name_others(comm, who, sizeof who);
     zs_c10d_stall_text(comm, turn, stall, places, sizeof places);
     zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
+    zs_log(ZS_LOG_INFO, "has been waiting %.0f s for %s while %s%s", waited, who, phrase, places);
     fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s%s\n", comm->base.rank, waited, who,
             phrase, places, lines);
 }

@@ -187,10 +187,10 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work
  * travel. */
 static zs_profile *begin_range(const zs_turn *turn, bool small)
 {
-    if (!zs_profile_records()) return NULL;
+    if (!zs_profile_shows_waits()) return NULL;
     char phrase[ZS_TURN_PHRASE];
     zs_turn_describe_brief(turn, phrase, sizeof phrase);
-    return zs_profile_begin(small ? "zshard::wait for all ranks (%s)" : "zshard::transfer (%s)", phrase);
+    return zs_profile_begin_wait(small ? "zshard::wait for all ranks (%s)" : "zshard::transfer (%s)", phrase);
 }
 
 static zs_status finish(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work, zs_mem *memory, zs_c10d_stall *stall)

@@ -4,6 +4,7 @@
  * operation:". So it serves for the missing peer, for a peer's own wait, and for its last act. */
 #include "comm/shm/shm.h"
 
+#include "base/log.h"
 #include "comm/shm/shm_place.h"
 #include "comm/where.h"
 
@@ -253,6 +254,7 @@ void zs_shm_print_stall(zs_shm *shm, zs_shm_act act, double waited)
     append_missing(shm, act, others, sizeof others);
     zs_shm_list_places(shm, places, sizeof places);
     list_lines(shm, lines, sizeof lines);
+    zs_log(ZS_LOG_INFO, "has been waiting %.0f s for other ranks to %s%s%s", waited, phrase, others, places);
     fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s%s%s%s%s\n", shm->base.rank, waited,
             phrase, others, places, places[0] != 0 ? "; " : "", places[0] != 0 ? remedy_of(act) : "", lines);
 }

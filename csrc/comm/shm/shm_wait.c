@@ -185,11 +185,11 @@ static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
 /* Begins the range that a profiler shows of a wait. */
 static zs_profile *profile(const zs_shm *shm, zs_shm_act act)
 {
-    int missing = zs_profile_records() ? zs_shm_missing(shm, shm->base.rank, act) : -1;
+    int missing = zs_profile_shows_waits() ? zs_shm_missing(shm, shm->base.rank, act) : -1;
     if (missing < 0) return NULL;
     char phrase[ZS_SHM_PHRASE];
     zs_shm_describe(shm, act, phrase, sizeof phrase);
-    return zs_profile_begin("zshard::wait for rank %d to %s", missing, phrase);
+    return zs_profile_begin_wait("zshard::wait for rank %d to %s", missing, phrase);
 }
 
 static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
