@@ -109,12 +109,12 @@ def test_doctor_lists_what_is_missing() -> None:
     assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[0].strip(): line for line in done.stdout.splitlines()}
     assert torch.__version__ in lines["torch"]
-    assert "MISSING: CUDA driver not found" in lines["driver"]
+    assert "for GPUs: CUDA driver not found" in lines["driver"]
     assert "unset ZSHARD_CUDA_LIB" in lines["driver"]
-    assert "MISSING" in lines["nccl"] and "GPUs        none" in done.stdout
+    assert "for GPUs" in lines["nccl"] and "GPUs        none" in done.stdout
     assert "NUMA node" in lines["CPUs"] and "usable: " in lines["CPUs"] and lines["bf16"]
     assert "CPU training is available" in done.stdout
-    assert "GPU training is not available; see above: driver" in done.stdout
+    assert "GPU training is not available; see below: driver" in done.stdout
 
 
 def test_doctor_on_a_host_without_a_gpu() -> None:
@@ -125,9 +125,9 @@ def test_doctor_on_a_host_without_a_gpu() -> None:
     none = run(execute, hidden + program, ZSHARD_CUDA_LIB=stand_in(), FAKE_CUDA_DEVICES="0")
     for done in (no_driver, none):
         assert done.returncode == 0 and "torch_cuda  13.0\n" in done.stdout, done.stdout
-    assert "GPU training is not available; see above: driver" in no_driver.stdout
-    assert "above: driver, torch_cuda" not in no_driver.stdout
-    assert "\ndriver      CUDA 13.0. MISSING: cannot initialize" in none.stdout
+    assert "GPU training is not available; see below: driver" in no_driver.stdout
+    assert "below: driver, torch_cuda" not in no_driver.stdout
+    assert "\ndriver      CUDA 13.0. for GPUs: cannot initialize" in none.stdout
     assert "\nGPUs        none" in none.stdout
 
 
@@ -136,5 +136,5 @@ def test_doctor_fails_if_a_gpu_is_unused() -> None:
         pytest.skip("torch sees a GPU here")
     done = run(as_program, "zshard", "doctor", ZSHARD_CUDA_LIB=stand_in())
     assert done.returncode == 1 and "Fake GPU (9.0)" in done.stdout
-    assert "GPU training is not available; see above: torch_cuda" in done.stdout
+    assert "GPU training is not available; see below: torch_cuda" in done.stdout
     assert run(as_program, "zshard").returncode == 2  # says which commands there are

@@ -165,7 +165,8 @@ def report(features: Mapping[str, Any]) -> tuple[str, int]:
     ]
     lines = [f"Python {features['python']}, {features['system']}"]
     for name, fact in rows:
-        problem = f"MISSING: {missing[name]}" if name in missing else None
+        lacks = "MISSING" if features["gpus"] or name in ("shm", "c10d") else "for GPUs"
+        problem = f"{lacks}: {missing[name]}" if name in missing else None
         lines.append(f"{name:<11} {'. '.join(filter(None, (fact, problem)))}")
     host = "shm on one host, hosts (shm and c10d) on several" if features["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
@@ -176,9 +177,8 @@ def report(features: Mapping[str, Any]) -> tuple[str, int]:
         gpu = f"GPU training is available; ranks communicate over {transport}."
     else:
         lacks = ", ".join(name for name in _FOR_GPUS if name in missing) or "GPUs"
-        gpu = f"GPU training is not available; see above: {lacks}."
-    lines += ["", cpu, gpu]
-    return "\n".join(lines), int(bool(features["gpus"]) and not features["gpu"])
+        gpu = f"GPU training is not available; see below: {lacks}."
+    return "\n".join([cpu, gpu, "", *lines]), int(bool(features["gpus"]) and not features["gpu"])
 
 
 def describe(host: Host) -> str:
