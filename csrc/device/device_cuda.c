@@ -107,8 +107,7 @@ static zs_status refuse_capture(zs_cu_stream handle, const char *what)
     if (!capturing) return ZS_OK;
     return ZS_FAIL(
         ZS_ERR_UNSUPPORTED,
-        "cannot read %s on the host during CUDA graph capture: docs/gpus.md lists what a captured step may do",
-        what);
+        "cannot read %s on the host during CUDA graph capture: docs/gpus.md lists what a captured step may do", what);
 }
 
 /* A stream outside of the compute stream's capture holds no work to wait for: the session that queued earlier work has

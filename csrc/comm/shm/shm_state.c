@@ -117,11 +117,10 @@ static zs_status posted(zs_comm *comm, int rank, char **text, size_t *bytes)
             free(*text);
             if (current) return status;
         } else if (ended) {
-            return ZS_FAIL(
-                ZS_ERR_PEER,
-                "rank %d (pid %d) died while it published its optimizer state, which is lost: load a "
-                "checkpoint; see the output of rank %d for the cause",
-                rank, (int)shm->peers[rank].pid, rank);
+            return ZS_FAIL(ZS_ERR_PEER,
+                           "rank %d (pid %d) died while it published its optimizer state, which is lost: load a "
+                           "checkpoint; see the output of rank %d for the cause",
+                           rank, (int)shm->peers[rank].pid, rank);
         }
     }
 }
