@@ -84,9 +84,9 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             "zero3"; or a zshard.ShardingStrategy, or torch's enum.
         sharding_strategy: FSDP1's name for `strategy`. Pass only one of them.
         process_group: the ranks to shard over. For a hybrid strategy, a pair: the ranks to shard
-            over and the ranks to replicate over. Default: None, the default process group; under
-            torchrun zshard initializes it with gloo if the script has not, and without torchrun it
-            runs as a single process. With a hybrid strategy, None makes one replica per host.
+            over and the ranks to replicate over. Default: None, the default process group. If
+            torchrun started several ranks, zshard initializes it with gloo unless the script has;
+            a single process has none. With a hybrid strategy, None makes one replica per host.
         device_mesh: a DeviceMesh, instead of process_group: one-dimensional to shard over, or
             two-dimensional (replicate, shard) for a hybrid strategy. Default: None.
         ignored_modules: modules that zshard leaves alone, on every rank. Default: None.

@@ -111,8 +111,8 @@ def fully_shard(
     What is sharded, and over which ranks:
 
         mesh: a DeviceMesh: one-dimensional to shard over, or two-dimensional (replicate, shard).
-            Default: None, all ranks; under torchrun zshard initializes the default process group if
-            the script has not.
+            Default: None, all ranks; if torchrun started several, zshard initializes the default
+            process group unless the script has.
         reshard_after_forward: True: reshard the parameters after forward ("full_shard"). False:
             keep them unsharded until backward ("shard_grad_op"). None (the default): as True, but a
             unit stays unsharded where gathers cross hosts and memory is left after the first steps
