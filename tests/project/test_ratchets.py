@@ -19,9 +19,9 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_332, 18_632),
+    "core": (12_332, 18_633),
     "core: (modules)": (1_375, 2_208),
-    "core: checkpoint": (2_289, 3_335),
+    "core: checkpoint": (2_289, 3_336),
     "core: guard": (1_070, 1_562),
     "core: memory": (633, 972),
     "core: model": (1_109, 1_827),
