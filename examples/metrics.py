@@ -87,12 +87,12 @@ class Metrics:
         """Leave out the time of what is done within, such as validation and saving."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what is queued belongs to the steps before
-        began = time.perf_counter()
+        mark, began = self._mark, time.perf_counter()
         try:
             yield
         finally:
-            if self._mark is not None:
-                self._mark += time.perf_counter() - began
+            if mark is not None:  # of the outermost pause
+                self._mark = mark + time.perf_counter() - began
 
     def close(self) -> None:
         """Close the writers."""

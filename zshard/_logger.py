@@ -47,12 +47,14 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
 
     def record(self, level: int, thread: int, at: int, text: str) -> None:
         """Log what the core has recorded."""
-        if not self.isEnabledFor(level):
-            return
+        if self.isEnabledFor(level):
+            self._pass_on(self._handle, level, thread, at, text)
+
+    def _handle(self, level: int, thread: int, at: int, text: str) -> None:
         text, _ = self.process(text, {})
         made = self.logger.makeRecord(self.logger.name, level, "zshard/_core", 0, text, (), None)
         made.created, made.msecs, made.thread = at / 1e9, at // 1_000_000 % 1000, thread
-        self._pass_on(self.logger.handle, made)
+        self.logger.handle(made)
 
     def _pass_on(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if getattr(self._within, "is_busy", False):

@@ -100,7 +100,11 @@ void zs_py_drain_log(void)
     PyObject *done = module != NULL ? PyObject_CallMethod(module, "drain", NULL) : NULL;
     Py_XDECREF(module);
     Py_XDECREF(done);
-    PyErr_Restore(type, value, trace);
+    if (done != NULL || PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Restore(type, value, trace);
+        return;
+    }
+    Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
 }
 
 static PyObject *pace(PyObject *module, PyObject *object)

@@ -25,7 +25,8 @@ zs_py_state *zs_py_get_state(void);
  * may be NULL. */
 PyObject *zs_py_raise(PyObject *module);
 
-/* Has Python's logger take what the core has to say, if there is any. Keeps an exception that is set. */
+/* Has Python's logger take what the core has to say, if there is any. Keeps an exception that is set, unless Ctrl-C
+ * or SystemExit interrupts that. */
 void zs_py_drain_log(void);
 
 /* Returns None; or NULL, with this thread's record as an exception. */

@@ -147,6 +147,10 @@ def test_export_of_dcp_folders(command, tmp_path):
     state = model.state_dict()
     wanted = {k: v.bfloat16() if v.is_floating_point() else v for k, v in state.items()}
     assert_same(tensors_in(tmp_path / "out"), wanted, "the files")
+    for i, other in enumerate(("[]", '{"a": 1')):  # not a model's config
+        (tmp_path / "x" / "config.json").write_text(other)
+        assert command("export", tmp_path / "x", tmp_path / f"out{i}", "--dtype", "bf16")[0] == 0
+        assert (tmp_path / f"out{i}" / "config.json").read_text() == other
 
 
 def test_export_refuses_invalid_input(saved, command, tmp_path):

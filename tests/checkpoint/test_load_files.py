@@ -184,6 +184,7 @@ class Rotary(nn.Module):
     def _init_weights(self, module):
         for name in self.fills if module is self.inner else ():
             getattr(module, name).copy_(torch.tensor([1, 0, 1, 1]))
+            nn.init.normal_(module.weight)
 
     def forward(self, x):
         return self.inner(x) * self.inner.table * self.inner.mask
@@ -195,7 +196,9 @@ def test_what_no_checkpoint_has_is_initialized_by_the_model(tmp_path):
     path = write(tmp_path / "x", state)
     with torch.device("meta"):
         model, no_table, no_mask = Rotary(), Rotary(["mask"]), Rotary(["table"])
+    model.load_state_dict({"inner.weight": state["inner.weight"]}, strict=False, assign=True)
     model = FSDP(model, param_init_fn=zshard.uninitialized)
+    assert_same(model.state_dict()["inner.weight"], state["inner.weight"], "what it had before")
     zshard.load(path, model)
     assert_same(model.state_dict(), state, "the parameters")
     assert_same(model(torch.ones(4)), torch.tensor([7.0, 0, 39, 55]), "a result")

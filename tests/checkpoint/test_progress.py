@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
+import io
 import os
 import re
 import struct
@@ -145,12 +147,17 @@ def test_a_terminal_that_is_closed_fails_no_save(tmp_path):
             def write(self, text):
                 self.writes += 1
                 if self.writes > 1:
-                    raise BrokenPipeError(32, "Broken pipe")
+                    raise RuntimeError if self.writes % 2 else BrokenPipeError(32, "Broken pipe")
 
         with mock.patch.object(sys, "stderr", screen := Screen()):
             zshard.save(tmp_path / "a", model, optimizer)
             zshard.load(tmp_path / "a", model, optimizer)
     assert rank() != 0 or screen.writes > 1
+    tqdm = importlib.import_module("tqdm").tqdm
+    others = threading.Thread(target=lambda: list(tqdm(range(2), file=io.StringIO())), daemon=True)
+    others.start()
+    others.join(10)
+    assert not others.is_alive(), "the script's own bars wait for a lock"
 
 
 @on_ranks(2)

@@ -79,6 +79,8 @@ def test_pauses_and_what_is_not_known_yet():
         clock.now += 1
         with metrics.paused():
             clock.now += 70
+            with metrics.paused():  # once, not twice
+                clock.now += 70
         with pytest.raises(ZeroDivisionError), metrics.paused():
             clock.now += 70
             raise ZeroDivisionError

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, _core
+from zshard._built import note_on
 from zshard.ranks.groups import resolve_groups
 
 LATE = 1.3  # seconds that rank 1 sleeps: a slow wait for rank 0
@@ -220,6 +222,19 @@ def test_an_error_drains():
     assert re.search("wait for rank 1 to begin forward", "\n".join(seen))
 
 
+@on_ranks(1, fresh=True)
+def test_ctrl_c_while_an_error_drains():
+    def interrupt(record):
+        raise KeyboardInterrupt
+
+    heard = listen("DEBUG", interrupt)
+    _core.log_level(logging.DEBUG)
+    _core.trace_add("zshard::call", time.monotonic_ns())
+    with pytest.raises(KeyboardInterrupt):
+        _core.Comm.alone("nowhere")
+    heard.then = None
+
+
 def waits_long():
     _core.report_after(1.0)
     heard = listen()
@@ -262,6 +277,8 @@ def test_handlers_that_raise_or_call_zshard(tmp_path):
     model, optimizer = sharded()
     step(model, optimizer)
     assert len(heard.lines) > 5
+    with mock.patch.object(logging, "_logRecordFactory", lambda *_, **__: 1 / 0):
+        step(model, optimizer)  # its factory of records raises as well
     heard.then = lambda record: (
         zshard.save(tmp_path / "b", model, overwrite=True)
         if "save of" in record.getMessage()
@@ -330,6 +347,21 @@ def test_names_that_are_not_utf8():
         assert "UnicodeEncodeError" not in each.stderr
 
 
+def raises_where_a_handler_is_slow():
+    model, optimizer = sharded()
+    if dist.get_rank() == 1:
+        listen(then=lambda _: time.sleep(3 * LATE))
+        raise ValueError("bad data")
+    began = time.monotonic()
+    with pytest.raises(zshard.PeerError, match="bad data"):
+        step(model, optimizer)
+    assert time.monotonic() - began < 2 * LATE
+
+
+def test_peers_learn_of_an_exception_before_handlers():
+    assert fork_ranks(raises_where_a_handler_is_slow, 2)[0].returncode == 0
+
+
 def dies():
     model, optimizer = sharded()
     step(model, optimizer)
@@ -349,6 +381,7 @@ def test_doctor_prints_json():
 
     found = json.loads(done.stdout)
     assert found["environment"]["ZSHARD_TIMEOUT"] == "7" and found["zshard"] == zshard.__version__
+    assert found["built"]["torch"] == note_on(_core.__file__).read_text().split()[0]
     assert found["built"]["variant"] in ("release", "debug", "sanitize") and found["shm"] is True
     text = forked_python("-m", "zshard", "doctor").stdout
     assert found["cpus"] in text and found["loops"] in text and found["folder"] in text

@@ -219,8 +219,7 @@ def measured(strategy):
 def test_metrics(pool, strategy):
     (before, norm, first), (_, _, second) = pool.run(measured, strategy)
     assert not before.keys() & {"seconds/step", "seconds/wait", "grad_norm"}
-    with pytest.raises(KeyError, match=r"no 'seconds/step', or not yet: .* second optimizer step"):
-        before["seconds/step"]
+    assert type(first) is dict  # zshard.save(extra=), torch.load() and pytrees take no subclass
     assert first["seconds/wait"] > second["seconds/wait"] >= 0
     assert first["seconds/step"] > first["seconds/wait"] > LATE / 20
     assert first["grad_norm"] == second["grad_norm"] == norm

@@ -32,7 +32,7 @@ def bar(words: str, total: Callable[[], int], show: bool) -> Iterator[None]:
     finally:
         _shown.reset(before)
         if made is not None:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(Exception):
                 made.close()
 
 
@@ -40,7 +40,7 @@ def advance(count: int) -> None:
     """So many more bytes are done."""
     made = _shown.get()
     if made is not None:
-        with contextlib.suppress(OSError, ValueError):  # a terminal that was closed
+        with contextlib.suppress(Exception):  # a terminal that was closed, a script's own stderr
             made.update(count)
 
 
@@ -54,7 +54,8 @@ def _new(words: str, total: Callable[[], int]) -> Any:
         tqdm = importlib.import_module("tqdm").tqdm
     except (AttributeError, ValueError, ImportError):  # no stderr, a closed one, no tqdm
         return None
-    made = type("Bar", (tqdm,), {"monitor_interval": 0})  # without tqdm's thread
-    with contextlib.suppress(OSError, ValueError, KeyError):  # KeyError: a tqdm without `delay`
+    # Without tqdm's thread; with a lock of its own, as tqdm keeps it for ever if a draw raises.
+    made = type("Bar", (tqdm,), {"monitor_interval": 0, "_lock": threading.RLock()})
+    with contextlib.suppress(Exception):  # KeyError: a tqdm without `delay`
         return made(desc=f"zshard: {words}", total=total(), **_OPTIONS)
     return None

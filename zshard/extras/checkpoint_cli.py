@@ -261,7 +261,8 @@ def _write_all(
             with spread.open(name, OpenFile) if is_in_parts else OpenFile(path) as config:  # type: ignore[union-attr]
                 text = bytes(config.bytes_of(config.size))
             if dtype is not None and name == "config.json":
-                text = with_dtype(json.loads(text), dtype)
+                with contextlib.suppress(TypeError, ValueError):  # not a model's: copied as it is
+                    text = with_dtype(json.loads(text), dtype)
             write_text(os.path.join(folder, name), text)
     return [file.name for file in files]
 

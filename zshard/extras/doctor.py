@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,12 @@ def facts() -> dict[str, Any]:
     """Return what `python -m zshard doctor --json` prints: what available_features() returns, with
     versions, the CPUs, and the environment variables that matter to zshard."""
     host, folder = read_host(), Path(__file__).parents[1]
-    notes = [note.read_text().split() for note in folder.glob("_core.*.built")]
+    note = folder / f"_core.{sysconfig.get_config_var('SOABI')}.built"
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "zshard": __version__,
         "folder": str(folder),
-        "built": {"torch": notes[0][0] if notes else None, "variant": api.build()[1]},
+        "built": {"torch": note.read_text().split()[0], "variant": api.build()[1]},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "cpus": describe(host),

@@ -39,14 +39,6 @@ class GradientReductionHandle(UnshardHandle):
     """The handle that `finalize_backward(async_op=True)` returns. Gradients are already reduced."""
 
 
-class Metrics(dict[str, float]):
-    """What metrics() returns."""
-
-    def __missing__(self, name: str) -> float:
-        known = "seconds and bytes from the second optimizer step on, grad_norm after clipping"
-        raise KeyError(f"metrics() has no {name!r}, or not yet: {known}; use .get({name!r})")
-
-
 _moves_to: ContextVar[tuple[Any] | None] = ContextVar("zshard_to_empty", default=None)
 """The device that to_empty() moves tensors to, which it does not empty."""
 
@@ -210,7 +202,7 @@ class ModelMethods(ModelNamesFirst):
             "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
         """
         state = state_of(self)
-        numbers = Metrics(_core.pace(state.unit.engine))
+        numbers = _core.pace(state.unit.engine)
         if state.model.norm is not None:
             numbers["grad_norm"] = float(state.model.norm)
         for each in EXTENSIONS:

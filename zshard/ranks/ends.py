@@ -47,8 +47,8 @@ def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> Non
         if is_reported():
             text = f"{kind.__name__}: {value}".encode(errors="replace").decode()
             _end.failed, _end.text = True, text
+            on_failure(_end.text)  # before a handler that is slow, or raises
             log.info("an exception ends this rank: %s", _end.text)
-            on_failure(_end.text)
         previous(kind, value, trace)
 
     sys.excepthook = hook

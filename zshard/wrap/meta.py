@@ -137,8 +137,12 @@ class Materializer:
         of the model around their module."""
         around = self._around.get(id(module))
         if names and around is not None:
+            own = {**module._parameters, **module._buffers}.items()
+            others = [(t, t.detach().clone()) for k, t in own if t is not None and k not in names]
             with torch.no_grad():
                 around(module)
+            for tensor, before in others:  # given values already, or still to be loaded
+                tensor.data.copy_(before)
         for name in names:
             value = getattr(module, name)
             unset = not value.any() if value.dtype == torch.bool else has_mark(value)
