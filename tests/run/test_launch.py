@@ -112,6 +112,8 @@ def test_restarts_have_a_store_of_their_own(given: Callable[..., tuple]) -> None
     for words, own in {"": False, "--max-restarts 2": True, "--keep": True}.items():
         args, _, _ = given("-n1", "--bind=none", *words.split(), "train.py")
         assert (args.own_stores, args.standalone) == (own, own), words
+    args, _, _ = given("-n1", "--max-restarts", "1", "--master-port", "29533", "train.py")
+    assert (args.own_stores, args.standalone, args.master_port) == (True, False, 29533)
     several = "--max-restarts 1 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 -n1 train.py"
     args, _, _ = given(*several.split())
     assert args.own_stores and not args.standalone

@@ -99,7 +99,8 @@ def kept(args: argparse.Namespace, name: str) -> Iterator[None]:
         # Each attempt gets a store of its own: in one that attempts share, a restarted rank may
         # read the addresses of the processes before.
         is_one_host = args.nnodes in ("1", "1:1")
-        if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        is_free = not args.rdzv_endpoint and args.master_port is None
+        if is_one_host and is_free and args.rdzv_backend == "static":
             args.standalone = True
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if not args.keep:
