@@ -30,7 +30,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "core: state": (1_279, 1_841),
     "core: units": (748, 1_233),
     "core: wrap": (983, 1_459),
-    "extras": (7_110, 10_293),
+    "extras": (7_111, 10_294),
     "extras: __main__": (57, 79),
     "extras: extras/__init__": (0, 3),
     "extras: extras/any_world": (167, 239),
@@ -47,7 +47,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "extras: extras/planner": (1_173, 1_753),
     "extras: extras/readers": (564, 775),
     "extras: extras/recovery": (668, 946),
-    "extras: extras/run": (231, 328),
+    "extras: extras/run": (232, 329),
     "extras: extras/trace": (352, 524),
     "extras: extras/weights": (397, 624),
     "extras: planner": (2, 5),
@@ -76,7 +76,7 @@ COUNTS = {  # exactly
     "text_lines": 2_500,
     "weak_dictionaries": 7,
 }
-C_LINES = 44_102
+C_LINES = 44_100
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "core: optim": "an optimizer's state once its model was freed: 6 lines; 4: the log",
