@@ -74,7 +74,7 @@ def test_commands_of_page_in_a_fresh_clone(page: str, clone: Path, shell: dict[s
     said = follow(text, clone, shell, instead, limit=900)
     for command, output in said:
         assert re.search(PRINTED.get(command, ""), output), f"{command}\n{output}"
-        if "train.py" in command:
+        if "train.py" in command and "SIGKILL" not in output:  # a killed run's rank 0 may warn
             assert "Warning" not in output, output
     typed = {command for command, _ in said}
     assert {*commands} - typed == {c for c in commands if c in NOT_RUN or c.startswith("kill ")}
