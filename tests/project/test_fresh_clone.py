@@ -31,7 +31,7 @@ SHORTER = {"make demo": "make demo ARGS=--quick"}  # five minutes
 PRINTED = {  # by command, what its output has
     "zshard doctor": r"CPU training is available",
     "zshard run -n 2 train.py": r"loss 0\.\d+",
-    "zshard run -n 3 train.py": r"rank 2 of 3 is process \d+, first step [2-9]1\n(.|\n)*step 100: loss 0\.0057\n",
+    "zshard run -n 3 train.py": r"rank 2 of 3 is process \d+, first step [2-9]1(.|\n)*step 100: loss 0\.0057\n",
     "torchrun --standalone --nproc-per-node 2 train.py": r"loss 0\.\d+",
     "make demo": r"PASS: zshard's held-out loss is",
 }
