@@ -29,7 +29,7 @@ NEEDED = ("model.safetensors", "model.safetensors.index.json")
 
 
 def config_of(folder: Path) -> Any:
-    """The model's config. Exits with what the folder lacks."""
+    """The model's config. Exits with a message if the folder lacks a file."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     found = f"it has {', '.join(names[:8]) or 'no files'}{', ...' if names[8:] else ''}"
     if not folder.is_dir():

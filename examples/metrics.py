@@ -39,7 +39,7 @@ class Metrics:
     """model: sharded or plain. tokens: of this rank in an optimizer step, with all micro-batches.
 
     every: steps between two lines. flops_per_token: default: flops_of(model). peak_tflops: of this
-    rank's device, from its data sheet; default: what a large matrix product reaches. writers: with
+    rank's device, from its data sheet; default: measured by a large matrix product. writers: with
     add_scalar(), as TensorBoard's, or log(), as a run of W&B. To resume, set `steps`.
     """
 
@@ -84,9 +84,9 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time of what is done within, such as validation and saving."""
+        """Leave out the time of the body, such as validation and saving."""
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what is queued belongs to the steps before
+            torch.cuda.synchronize()  # queued work belongs to the steps before
         mark, began = self._mark, time.perf_counter()
         try:
             yield

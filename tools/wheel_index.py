@@ -47,6 +47,7 @@ def write_index(folder: Path, wheels: list[Path]) -> None:
 
 if __name__ == "__main__":
     try:
-        write_index(Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]])
+        folder, *wheels = map(Path, sys.argv[1:])
+        write_index(folder, wheels)
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -1,7 +1,7 @@
 """The log: Python's logger "zshard", whose messages begin with the rank.
 
-A fact is logged by a line where it is known. What takes more than a line is in extras/log.py. The C
-core leaves records, which drain() passes on, where Python runs anyway (csrc/base/log.h).
+Code logs a fact in one line, where the fact is known; longer reports are in extras/log.py. The C
+core records in a ring, which drain() passes on when Python runs anyway (csrc/base/log.h).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zshard import _core
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
-    """Adds the rank. A handler that raises ends no step, and what zshard does within a handler is
-    not logged: that would call the handler again."""
+    """Adds the rank. A handler that raises ends no step. Calls of zshard within a handler are
+    not logged: they would call the handler again."""
 
     _rank = 0
     _complaint = ""
@@ -30,7 +30,7 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
 
     def process(self, msg: Any, kwargs: Any) -> tuple[str, Any]:
         if dist.is_available() and dist.is_initialized():
-            self._rank = dist.get_rank()  # the messages after the end of the group have it, too
+            self._rank = dist.get_rank()  # kept for messages after the end of the group
         elif not self._rank:
             rank = os.environ.get("RANK", "")
             self._rank = int(rank) if rank.isdecimal() else 0
@@ -42,11 +42,11 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
             self._pass_on(super().log, level, msg, *args, **kwargs)
 
     def common(self, rank: int, msg: str, *args: object) -> None:
-        """Log what all ranks of a group find: at level info on its first, else at debug."""
+        """Log a fact that all ranks of a group share: at level info on rank 0, else at debug."""
         self.log(logging.DEBUG if rank else logging.INFO, msg, *args, stacklevel=4)
 
     def record(self, level: int, thread: int, at: int, text: str) -> None:
-        """Log what the core has recorded."""
+        """Log a record of the core."""
         if self.isEnabledFor(level):
             self._pass_on(self._handle, level, thread, at, text)
 
@@ -76,7 +76,7 @@ log = _Log(logging.getLogger("zshard"), {})
 
 
 def drain() -> None:
-    """Log what the core has recorded. The core calls it when it raises."""
+    """Log the core's records. The core calls it when it raises."""
     for level, thread, at, text in _core.log_records():
         log.record(level, thread, at, text)
 

@@ -10,6 +10,7 @@ from zshard._core import (
     shared_rows, shares_state, trace_start, trace_stop,
 )
 from zshard._errors import CheckpointError, did_you_mean, warn
+from zshard._built import note_on
 from zshard._logger import drain, log
 from zshard._removed import removal
 from zshard._version import __version__

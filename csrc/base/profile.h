@@ -1,9 +1,9 @@
-/* profile.h - ranges of what a rank does, for torch.profiler, zshard.profile() and the log; and what it has waited.
+/* profile.h - ranges of a rank's work, for torch.profiler, zshard.profile() and the log; and the time it has waited.
  *
  * The core knows no profiler. The shim registers torch's (shim/torch_profile.cpp), which shows ranges as
  * torch.profiler.record_function makes them; a trace keeps them here until it stops; at its level "debug", the log
- * (log.h) gets a record when one ends. Where none of them records, a range is NULL, and its name is never made. Names begin with "zshard::"; those of waits name the peer, so that a trace shows
- * which rank is late.
+ * (log.h) gets a record when one ends. Where none of them records, a range is NULL, and its name is never made. Names
+ * begin with "zshard::"; those of waits name the peer, so that a trace shows which rank is late.
  */
 #ifndef ZS_PROFILE_H
 #define ZS_PROFILE_H
@@ -44,7 +44,8 @@ zs_profile *zs_profile_begin(const char *format, ...) __attribute__((format(prin
 /* Begins the range of a wait for other ranks. */
 zs_profile *zs_profile_begin_wait(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* Begins a range that torch's profiler does not show: another thread may end it, and others may begin within it and end later. */
+/* Begins a range that torch's profiler does not show: another thread may end it, and
+ * others may begin within it and end later. */
 zs_profile *zs_profile_begin_loose(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Ends it; NULL allowed. */

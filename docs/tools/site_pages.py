@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     folder = posixpath.dirname(SOURCES.get(uri, f"docs/{uri}"))
 
     def moved(link: re.Match[str]) -> str:
-        image, text, to = link.groups(default="")  # of code: none
+        image, text, to = link.groups(default="")  # code has no groups
         path, hash_, anchor = to.partition("#")
         if not path or re.match(r"\w+:", to):
             return link.group()

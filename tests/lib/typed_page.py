@@ -19,7 +19,7 @@ STARTED = re.compile(r"rank 1 of \d+ is process (\d+)")
 
 
 def steps_of(text: str) -> Iterator[tuple[str, str]]:
-    """("python", a script), ("command", a line) and ("shown", what the command prints), in the page's order."""
+    """("python", a script), ("command", a line) and ("shown", output of the command), in the page's order."""
     for language, body in BLOCK.findall(text):
         if language in ("", "bash"):
             lines = (re.sub(r"\s+# .*", "", line) for line in body.splitlines())
@@ -41,7 +41,7 @@ def follow(
 ) -> list[tuple[str, str]]:
     """Follow a page in `folder`; return each command and what it printed.
 
-    instead: what is typed in place of a command; None: nothing. A command that fails raises, unless it was killed.
+    instead: typed in place of a command; None: nothing is typed. A command that fails raises, unless it was killed.
     """
     said: list[tuple[str, str]] = []
     steps = [*steps_of(text)]

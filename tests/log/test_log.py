@@ -47,7 +47,7 @@ def step(model, optimizer, late=False):
 
 
 class Lines(logging.Handler):
-    """Keeps the messages, or hands them to `then`, too."""
+    """Keeps the messages, and hands them to `then` if it is there."""
 
     def __init__(self, then=None):
         super().__init__()
@@ -71,7 +71,7 @@ def listen(level="INFO", then=None):
 
 
 def whole_run(folder, transport="auto", per_host=0):
-    """What a script does: steps, one of them late, a save, a load."""
+    """A script: steps, one of them late, a save, a load."""
     resolve_groups(None, None, zshard.ShardingStrategy.FULL_SHARD)
     with hosts_of(*[per_host] * (2 // per_host)) if per_host else contextlib.nullcontext() as group:
         model, optimizer = sharded(transport=transport, process_group=group)
@@ -213,7 +213,7 @@ def test_an_error_drains():
         time.sleep(LATE)
         os._exit(0)
     seen = []
-    zshard.ranks.stalls._watch.ending.set()  # its thread would drain, too
+    zshard.ranks.stalls._watch.ending.set()  # its thread would drain as well
     with pytest.raises(zshard.PeerError):
         try:
             model(torch.ones(2, 8))

@@ -19,8 +19,8 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_332, 18_633),
-    "core: (modules)": (1_375, 2_208),
+    "core": (12_332, 18_631),
+    "core: (modules)": (1_375, 2_206),
     "core: checkpoint": (2_289, 3_336),
     "core: guard": (1_070, 1_562),
     "core: memory": (633, 972),
@@ -72,11 +72,11 @@ COUNTS = {  # exactly
     "c_globals": 32,
     "globals": 0,
     "module_tables": 15,
-    "names_from_core": 157,
+    "names_from_core": 158,
     "text_lines": 2_500,
     "weak_dictionaries": 7,
 }
-C_LINES = 44_100
+C_LINES = 44_101
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "core: optim": "an optimizer's state once its model was freed: 6 lines; 4: the log",

@@ -1,4 +1,4 @@
-"""zshard.export(): the plain model's tensors, under every strategy and transport, bit by bit; ends
+"""zshard.export(): the plain model's tensors, under every strategy and transport, bit for bit; ends
 of a loop; refusals."""
 
 from __future__ import annotations

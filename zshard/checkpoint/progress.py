@@ -1,7 +1,7 @@
 """A progress bar for saves, loads and exports of more than two seconds, on rank 0 of a terminal.
 
-It is tqdm's, if that is installed; `TQDM_DISABLE=1` turns it off. What reads and writes calls
-advance(), which does nothing without a bar.
+It is tqdm's, if that is installed; `TQDM_DISABLE=1` turns it off. Code that reads or writes
+calls advance(), which does nothing without a bar.
 """
 
 from __future__ import annotations

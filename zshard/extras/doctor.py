@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import api
-from zshard.api import __version__
+from zshard.api import __version__, note_on
 from zshard.extras.run.cores import Host, as_list, read_host
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
@@ -126,7 +126,7 @@ def facts() -> dict[str, Any]:
     """Return what `python -m zshard doctor --json` prints: what available_features() returns, with
     versions, the CPUs, and the environment variables that matter to zshard."""
     host, folder = read_host(), Path(__file__).parents[1]
-    note = folder / f"_core.{sysconfig.get_config_var('SOABI')}.built"
+    note = note_on(folder / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}")
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "zshard": __version__,

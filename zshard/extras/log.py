@@ -1,5 +1,5 @@
-"""ZSHARD_LOG=info or debug, and what of the log takes more than a line: the plan of a model, its
-first step, and when the core's records are passed on.
+"""ZSHARD_LOG=info or debug, and the longer reports of the log: the plan of a model and its first
+step. Passes on the core's records.
 
 Imported by FSDP() and load() if that variable is set, or Python's logger "zshard" takes the level
 info. The level may change while the model trains.
