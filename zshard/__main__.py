@@ -2,7 +2,7 @@
 
 python -m zshard run: start a script on several ranks (extras/run/launch.py).
 python -m zshard doctor [--json]: what is available, what zshard will use, and how to get the rest.
-python -m zshard plan: memory and speed on GPUs that need not be there (extras/planner/command.py).
+python -m zshard plan: memory and speed on GPUs, predicted without them (extras/planner/command.py).
 python -m zshard ckpt: checkpoints (extras/checkpoint_cli.py).
 python -m zshard trace: merge traces of ranks, and report on them (extras/trace/).
 

@@ -94,8 +94,8 @@ class StateDictForm(NamedTuple):
     """The form of state_dict() of units.
 
     rank0_only: other ranks get an empty dict. optim_rank0_only: the same for state dicts of the
-    model's optimizers. settings: what the script passed to choose this form, which it may ask for;
-    None: nothing.
+    model's optimizers. settings: the object that the script passed to
+    set_state_dict_type(), which get_state_dict_type() returns; None: it passed none.
     """
 
     rank0_only: bool = False

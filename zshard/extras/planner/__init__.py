@@ -1,4 +1,4 @@
-"""Memory and speed of training on GPUs that need not be there: zshard.plan().
+"""Predicts memory and speed of a training run without the GPUs: zshard.plan().
 
 workloads.py says what is trained, kernels.py what that computes; prediction.py predicts one way to
 do so on a cluster (durations.py, timeline.py), and search.py looks for the best way.

@@ -1,4 +1,4 @@
-"""python -m zshard plan: what a model takes on GPUs that need not be there, and how fast it trains.
+"""python -m zshard plan: a model's memory and speed on GPUs, predicted without them.
 
 python -m zshard plan config.json --gpus 16 --gpu h100
 python -m zshard plan --layers 32 --width 4096 --heads 32 --vocab 32000 --gpus 8 --gpu h100
