@@ -1,8 +1,7 @@
 /* log.h - the core's records for Python's logger "zshard" (zshard/_logger.py).
  *
  * Any thread leaves records in a ring, without Python; a thread that holds the GIL anyway takes them. When the ring
- * is full, the oldest record makes room. At the level ZS_LOG_OFF, where it begins, nothing is recorded, and no text
- * is made.
+ * is full, the oldest record makes room. At the first level, ZS_LOG_OFF, no record and no text is made.
  */
 #ifndef ZS_LOG_H
 #define ZS_LOG_H
